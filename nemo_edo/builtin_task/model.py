@@ -97,7 +97,18 @@ def write_base_model(
             f"model.architecture.model_type is {model_type!r}, expected a causal language model of transformers"
             + did_you_mean(str(model_type), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
         )
-    _check_fields(fields, AutoConfig.for_model(model_type))
+    default = AutoConfig.for_model(model_type)
+    declared = inspect.signature(type(default).__init__).parameters
+    # transformers silently keeps unknown fields: a misspelled one would leave its default in force.
+    # head_dim is read by models whose config class does not declare it, such as Qwen2.
+    # transformers 5 also takes the two names that rope_parameters had in version 4.
+    known = {*default.to_dict(), *default.attribute_map, *declared, "head_dim", "rope_theta", "rope_scaling"}
+    for name in fields:
+        if name in _FILLED_IN:
+            raise UserError(f"model.architecture.{name} is filled in from the built-in tokenizer; leave it out")
+        if name not in known:
+            kind = type(default).__name__
+            raise UserError(f"model.architecture.{name} is not a field of {kind}{did_you_mean(name, known)}")
     tokenizer = write_tokenizer(folder, words)
     model = AutoConfig.for_model(
         model_type,
@@ -110,17 +121,3 @@ def write_base_model(
     )
     model.save_pretrained(str(folder))
     return model
-
-
-def _check_fields(fields: dict[str, Any], default: PretrainedConfig) -> None:
-    """transformers silently keeps unknown fields: a misspelled one would leave its default in force."""
-    declared = inspect.signature(type(default).__init__).parameters
-    # head_dim is read by models whose config class does not declare it, such as Qwen2.
-    # transformers 5 also takes the two names that rope_parameters had in version 4.
-    known = {*default.to_dict(), *default.attribute_map, *declared, "head_dim", "rope_theta", "rope_scaling"}
-    for name in fields:
-        if name in _FILLED_IN:
-            raise UserError(f"model.architecture.{name} is filled in from the built-in tokenizer; leave it out")
-        if name not in known:
-            kind = type(default).__name__
-            raise UserError(f"model.architecture.{name} is not a field of {kind}{did_you_mean(name, known)}")

@@ -84,15 +84,14 @@ def stated_number(text: str) -> str | None:
 
 def final_answer(text: str) -> str | None:
     """The number that the last line that starts with ``####`` states; None if there is no such line or number."""
-    markers = [line for line in _lines(text) if line.startswith(_MARKER)]
-    return _marked_number(markers[-1]) if markers else None
+    markers = [line for line in map(str.strip, text.split("\n")) if line.startswith(_MARKER)]
+    return stated_number(markers[-1].removeprefix(_MARKER)) if markers else None
 
 
 def is_well_formed(text: str) -> bool:
     """True if exactly one line is ``#### N``, N a number, and no other text follows it."""
-    lines = _lines(text)
-    answers = [index for index, line in enumerate(lines) if _marked_number(line) is not None]
-    return answers == [len(lines) - 1]
+    lines = [line for line in text.split("\n") if line.strip()]
+    return [index for index, line in enumerate(lines) if final_answer(line) is not None] == [len(lines) - 1]
 
 
 def clean_answer(text: str) -> str:
@@ -152,7 +151,8 @@ def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
         return _format(name, lambda text: [(box.content, box.end) for box in _joined(text, _boxes(text))])
     if name == "pattern":
         expression = re.compile(pattern)
-        return _format(name, lambda text: [(_matched(m), m.end()) for m in expression.finditer(text)])
+        group = "answer" if "answer" in expression.groupindex else min(1, expression.groups)
+        return _format(name, lambda text: [(match[group] or "", match.end()) for match in expression.finditer(text)])
     return _format(name, lambda text: _after_phrase(text, _ANY_PHRASE[name]))
 
 
@@ -260,17 +260,3 @@ def _stated(rest: str) -> str:
     line = rest.split("\n", 1)[0]
     end = _SENTENCE_END.search(line)
     return (line[: end.start()] if end else line).rstrip(" *'\"")
-
-
-def _matched(match: re.Match[str]) -> str:
-    group = "answer" if "answer" in match.re.groupindex else min(1, match.re.groups)
-    return match[group] or ""
-
-
-def _lines(text: str) -> list[str]:
-    """The non-empty lines, stripped."""
-    return [line.strip() for line in text.split("\n") if line.strip()]
-
-
-def _marked_number(line: str) -> str | None:
-    return stated_number(line.removeprefix(_MARKER)) if line.startswith(_MARKER) else None

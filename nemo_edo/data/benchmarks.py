@@ -95,15 +95,6 @@ def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
     return Gold(question, solution, final_answer(solution), NUMBER)
 
 
-def _boxed_gold(values: Mapping[str, Any]) -> Gold:
-    """MATH: the last box of the solution."""
-    question, solution = text_of(values["question"], "problem"), text_of(values["solution"], "solution")
-    answer = _BOXED.extract(solution)
-    if answer is None:
-        raise RowError('"solution" has no \\boxed{} answer whose braces close')
-    return Gold(question, solution, answer, MATH)
-
-
 def _stated_gold(values: Mapping[str, Any]) -> Gold:
     """A column with the answer only; the solution, if there is one, in another column."""
     question, answer = text_of(values["question"], "question"), clean_answer(str(values["answer"]))
@@ -123,11 +114,16 @@ def _aime_gold(values: Mapping[str, Any]) -> Gold:
 
 
 def _stated_or_boxed_gold(values: Mapping[str, Any]) -> Gold:
-    if values["answer"] is None and values["solution"] is None:
+    """The stated answer, or MATH's: the last box of the solution."""
+    if values["answer"] is not None:
+        return _stated_gold(values)
+    if values["solution"] is None:
         raise RowError(f'has neither "solution" nor "answer"; {NAME_COLUMNS}')
-    if values["answer"] is None:
-        return _boxed_gold(values)
-    return _stated_gold(values)
+    question, solution = text_of(values["question"], "problem"), text_of(values["solution"], "solution")
+    answer = _BOXED.extract(solution)
+    if answer is None:
+        raise RowError('"solution" has no \\boxed{} answer whose braces close')
+    return Gold(question, solution, answer, MATH)
 
 
 def _olympiad_gold(values: Mapping[str, Any]) -> Gold:

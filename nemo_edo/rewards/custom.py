@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nemo_edo.config import RewardsConfig
 from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.function_calls import ARGUMENTS, COLUMN, IDS, SCORE, VOTE, Failure, Result, Signature
@@ -22,66 +22,54 @@ from nemo_edo.utils.wording import shown
 _CALLS = "nemo_edo.rewards.function_calls"
 
 
-@dataclass(frozen=True)
-class RewardFunction:
-    """One function and what it counts."""
-
-    name: str
-    key: str
-    """The setting that names it."""
-    path: str
-    weight: float = 1.0
-
-
 class CustomScorer:
     """Scores responses, unfinished ones included, by the weighted sum of functions. Final answers are only for votes:
     the first that a function returns (``function_calls.VOTE``), otherwise what the response states.
 
-    time_limit_s: wall time for one response; a call with several has the sum of theirs. failures: the folder that a
-    response is written to whose scoring failed. columns: our names of columns by the data's names. The process starts
-    with the first ``check`` or call.
+    The time limit is wall time for one response; a call with several has the sum of theirs. failures: the folder that a
+    response is written to whose scoring failed. require_unchanged: called before the functions' modules are imported,
+    which happens again after a call that took too long. columns: our names of columns by the data's names. The process
+    starts with the first ``check`` or call.
     """
 
     def __init__(
         self,
         answers: AnswerFormat,
-        functions: Sequence[RewardFunction],
+        rewards: RewardsConfig,
         *,
-        time_limit_s: float,
         failures: Path,
-        success_at: float = ScoredRollout.success_at,
         require_unchanged: Callable[[], None] = lambda: None,
         columns: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._answers = answers
-        self._functions = functions
-        self._time_limit_s = time_limit_s
+        self._functions = rewards.by_function
+        self._time_limit_s = rewards.function_time_limit_s
+        self._success_at = rewards.success_at
         self._failures = failures
-        self._success_at = success_at
         self._require_unchanged = require_unchanged
         self._columns = columns
         self._pool = WorkerPool(None)
-        self._signatures: list[Signature] = []  # empty where the worker has not imported the functions
+        self._signatures: dict[str, Signature] = {}  # empty where the worker has not imported the functions
 
     @property
     def by_group(self) -> bool:
         """Whether a function takes several responses: then it sees all of a problem's in one call."""
         self.check()
-        return any(signature.batch for signature in self._signatures)
+        return any(signature.batch for signature in self._signatures.values())
 
     def check(self) -> None:
         """Imports the functions. Raises UserError for one that is missing or takes arguments that there are not."""
         if self._signatures:
             return
         self._require_unchanged()
-        asked = [(function.path, function.key) for function in self._functions]
+        asked = [(one.path, key) for key, one in self._functions.values()]
         signatures = self._pool.run(f"{_CALLS}:signature", asked)
         for (_, key), signature in zip(asked, signatures, strict=True):
             if isinstance(signature, TaskFailure):
                 raise UserError(f"{key}: importing it ended its process (exit status {signature.exit_status})")
             if isinstance(signature, UserError):
                 raise signature
-        self._signatures = signatures
+        self._signatures = dict(zip(self._functions, signatures, strict=True))
 
     def try_on(self, problems: Sequence[Problem], encode: Callable[[str], tuple[int, ...]]) -> None:
         """Calls the functions with each problem's own solution, or its answer, for a response: one that fails must not
@@ -94,12 +82,12 @@ class CustomScorer:
             ids = (encode(one.question), encode(text)) if taken else ((), ())
             rollout = Rollout(one.id, 0, *ids, (), text, True, 0, 0)
             responses.append(Response(rollout, one, self._answers.extract(text), True))
-        for index, function in enumerate(self._functions):
-            results, failure = self._results(index, responses)
+        for name, (key, function) in self._functions.items():
+            results, failure = self._results(name, responses)
             if failure is not None:
                 response = responses[len(results) + failure.row]
                 raise UserError(
-                    f"{function.key} ({function.path}), tried on problem {response.problem.id} "
+                    f"{key} ({function.path}), tried on problem {response.problem.id} "
                     f"({response.problem.source}) with the response {shown(response.rollout.text)}: {failure.reason}"
                 )
 
@@ -107,25 +95,22 @@ class CustomScorer:
         """Nothing: the functions' time limit is of each response."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        """One scored rollout for each rollout, in order.
-
-        Raises PartlyGenerated, with those before it, where a function failed, and ValueError for a rollout of an
-        unknown problem.
-        """
+        """Raises PartlyGenerated, with those before it, where a function failed."""
         responses, stopped = read_responses(rollouts, problems, self._answers), None
-        of_functions: list[list[Result]] = []
-        for index, function in enumerate(self._functions):
-            results, failure = self._results(index, responses)
-            of_functions.append(results)
+        of_functions: dict[str, list[Result]] = {}
+        for name in self._functions:
+            results, failure = self._results(name, responses)
+            of_functions[name] = results
             if failure is not None:
                 failed, kept = responses[len(results) + failure.row], len(results)
                 ids = [response.problem.id for response in responses]
                 while self.by_group and 0 < kept < len(ids) and ids[kept - 1] == ids[kept]:
                     kept -= 1
                 responses = responses[:kept]
-                stopped = self._described(function, failed, failure)
+                stopped = self._described(name, failed, failure)
         scored = [
-            self._scored(response, [results[row] for results in of_functions]) for row, response in enumerate(responses)
+            self._scored(response, {name: results[row] for name, results in of_functions.items()})
+            for row, response in enumerate(responses)
         ]
         if stopped is not None:
             raise PartlyGenerated(stopped, scored)
@@ -135,10 +120,10 @@ class CustomScorer:
         """Ends the process; also done when this is garbage-collected."""
         self._pool.close()
 
-    def _results(self, index: int, responses: Sequence[Response]) -> tuple[list[Result], Failure | None]:
+    def _results(self, name: str, responses: Sequence[Response]) -> tuple[list[Result], Failure | None]:
         """One function's results up to the first call that failed, and why that failed."""
         self.check()
-        function, signature, results = self._functions[index], self._signatures[index], []
+        (key, function), signature, results = self._functions[name], self._signatures[name], []
         size = max(1, len(responses)) if signature.batch or signature.concurrent else 1
         for start in range(0, len(responses), size):
             rows = responses[start : start + size]
@@ -153,7 +138,7 @@ class CustomScorer:
                     there = ", ".join(sorted(name.removeprefix(COLUMN) for name in one if name.startswith(COLUMN)))
                     return results, Failure(f"takes the {missing}, which the data has not; there are {there}", row=row)
             arguments = {name: [one[field] for one in given] for name, field in fields.items()}
-            call = (function.path, function.key, arguments, signature, len(rows))
+            call = (function.path, key, arguments, signature, len(rows))
             [answer] = self._pool.run(f"{_CALLS}:call", [call], wall_s=self._time_limit_s * len(rows))
             if isinstance(answer, TaskFailure):
                 self._signatures = []  # a new worker imports the functions, which may take longer than a call
@@ -168,9 +153,9 @@ class CustomScorer:
             results += answer
         return results, None
 
-    def _described(self, function: RewardFunction, response: Response, failure: Failure) -> str:
+    def _described(self, name: str, response: Response, failure: Failure) -> str:
         """The failure with its place in words; the response is written to a file."""
-        rollout, problem = response.rollout, response.problem
+        (key, function), rollout, problem = self._functions[name], response.rollout, response.problem
         path = self._failures / f"reward_{file_name(problem.id)}_sample_{rollout.sample_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {
@@ -180,23 +165,23 @@ class CustomScorer:
         text = json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
         path.write_text(text, encoding="utf-8", errors="backslashreplace")  # a lone surrogate, as JSON writes it
         return (
-            f"{function.key} ({function.path}), response {rollout.sample_index} to problem {problem.id} "
+            f"{key} ({function.path}), response {rollout.sample_index} to problem {problem.id} "
             f"({problem.source}): {failure.reason}; the response is in {path}"
         )
 
-    def _scored(self, response: Response, results: Sequence[Result]) -> ScoredRollout:
+    def _scored(self, response: Response, results: Mapping[str, Result]) -> ScoredRollout:
         """The response with the weighted sum of the functions' scores. Of several functions, parts begin with the
         name."""
         parts: dict[str, float] = {}
-        for function, result in zip(self._functions, results, strict=True):
-            prefix = f"{function.name}." if len(results) > 1 else ""
-            parts |= {function.name: result[SCORE]} if prefix else {}
-            parts |= {prefix + name: value for name, value in result.items() if name not in (SCORE, VOTE)}
-        total = math.fsum(one.weight * result[SCORE] for one, result in zip(self._functions, results, strict=True))
+        for name, result in results.items():
+            prefix = f"{name}." if len(results) > 1 else ""
+            parts |= {name: result[SCORE]} if prefix else {}
+            parts |= {prefix + part: value for part, value in result.items() if part not in (SCORE, VOTE)}
+        total = math.fsum(self._functions[name][1].weight * result[SCORE] for name, result in results.items())
         listed = ", ".join(f"{name} {value:g}" for name, value in parts.items())
         reason = f"reward {total:g}{f' ({listed})' if listed else ''}"
         stated = None if response.answer is None else canonical_number(response.answer) or response.answer
-        answer = next((result[VOTE] for result in results if VOTE in result), stated)
+        answer = next((result[VOTE] for result in results.values() if VOTE in result), stated)
         answer = answer if response.rollout.finished else None
         return response.scored(total, answer, reason, parts, self._success_at)
 

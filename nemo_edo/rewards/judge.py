@@ -208,11 +208,7 @@ class Judge:
             self._rules.begin(0)
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        """One scored rollout for each rollout, in order.
-
-        Raises PartlyGenerated, with those that need no verdict or have one, where the run gave up on the judge, and
-        ValueError for a rollout of an unknown problem.
-        """
+        """Raises PartlyGenerated, with those that need no verdict or have one, where the run gave up on the judge."""
         responses = read_responses(rollouts, problems, self._answers)
         asked = [one for one in responses if one.answer is not None and len(one.answer) <= LONGEST_ANSWER]
         outcomes, stopped = self._outcomes(asked)

@@ -126,7 +126,6 @@ class MathScorer:
         self._verifier.begin(len({(s.rollout.problem_id, s.answer) for s in scored if s.reason == TIMED_OUT}))
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        """One scored rollout for each rollout, in order. Raises ValueError for a rollout of an unknown problem."""
         responses = read_responses(rollouts, problems, self._answers)
         stated = [(response.problem.answer, response.answer) for response in responses if response.answer is not None]
         verdicts = iter(self._verifier.verify(stated))

@@ -16,7 +16,6 @@ from nemo_edo.rewards.verifier import ExactAnswerScorer
 if TYPE_CHECKING:
     from nemo_edo.config import RewardsConfig
     from nemo_edo.interfaces import Scorer
-    from nemo_edo.rewards.custom import CustomScorer
     from nemo_edo.rewards.judge import Judge
     from nemo_edo.rewards.workers import Limits
 
@@ -36,7 +35,11 @@ def build_scorer(
     """
     rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if rewards.by_function:
-        custom = _custom_scorer(cfg, require_unchanged)
+        from nemo_edo.rewards.custom import CustomScorer
+
+        failures = Path(cfg.output_dir) / cfg.name / "failures"
+        columns = {column: name for name, column in vars(cfg.data.columns).items() if column}
+        custom = CustomScorer(answers, rewards, failures=failures, require_unchanged=require_unchanged, columns=columns)
         custom.try_on([file.problems[0] for file in loaded.values()], encode)
         return custom, None
     without = next((p for file in loaded.values() for p in file.problems if not p.answer), None)
@@ -68,24 +71,11 @@ def build_scorer(
 def check_functions(cfg: RunConfig) -> None:
     """Raises UserError for a custom reward that cannot be called."""
     if cfg.rewards.by_function:
-        custom = _custom_scorer(cfg)
+        from nemo_edo.rewards.custom import CustomScorer
+
+        custom = CustomScorer(answer_format("flexible"), cfg.rewards, failures=Path(cfg.output_dir))
         custom.check()
         custom.close()
-
-
-def _custom_scorer(cfg: RunConfig, require_unchanged: Callable[[], None] = lambda: None) -> CustomScorer:
-    from nemo_edo.rewards.custom import CustomScorer, RewardFunction
-
-    rewards = cfg.rewards
-    return CustomScorer(
-        answer_format(cfg.data.answer_format, cfg.data.answer_pattern),
-        [RewardFunction(name, key, one.path, one.weight) for name, (key, one) in rewards.by_function.items()],
-        time_limit_s=rewards.function_time_limit_s,
-        failures=Path(cfg.output_dir) / cfg.name / "failures",
-        success_at=rewards.success_at,
-        require_unchanged=require_unchanged,
-        columns={column: name for name, column in vars(cfg.data.columns).items() if column},
-    )
 
 
 def _limits(rewards: RewardsConfig) -> Limits:

@@ -62,18 +62,17 @@ class ExactAnswerScorer:
         """Nothing that is scored here takes time."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        """One scored rollout for each rollout, in order. Raises ValueError for a rollout of an unknown problem."""
-        return [self._score(response) for response in read_responses(rollouts, problems, self._answers)]
-
-    def _score(self, response: Response) -> ScoredRollout:
-        problem, stated = response.problem, response.answer
-        number = None if stated is None else canonical_number(stated)
-        if stated and number is None and problem.answer_kind == NUMBER:
-            number = stated_number(stated)
-        answer = number if problem.answer_kind == NUMBER else number or stated
-        expected = canonical_number(problem.answer) or problem.answer
-        if answer is None:
-            return response.scored(0.0, None, response.why_no_answer)
-        if answer == expected:
-            return response.scored(1.0, answer, CORRECT)
-        return response.scored(0.0, answer, f"final answer {answer}, expected {expected}")
+        scored = []
+        for response in read_responses(rollouts, problems, self._answers):
+            problem, stated = response.problem, response.answer
+            answer = None if stated is None else canonical_number(stated)
+            if stated and answer is None:
+                answer = stated_number(stated) if problem.answer_kind == NUMBER else stated
+            expected = canonical_number(problem.answer) or problem.answer
+            if answer is None:
+                scored.append(response.scored(0.0, None, response.why_no_answer))
+            elif answer == expected:
+                scored.append(response.scored(1.0, answer, CORRECT))
+            else:
+                scored.append(response.scored(0.0, answer, f"final answer {answer}, expected {expected}"))
+        return scored

@@ -111,22 +111,3 @@ def test_a_path_is_its_sorted_merges_and_valid_if_every_sum_is_right(text, path,
 def test_text_that_is_not_a_derivation_has_no_path(text):
     assert solution_path(question=QUESTION, text=text) is None
     assert not is_valid_derivation(question=QUESTION, text=text)
-
-
-def enumerate_derivations(left: tuple[int, ...], lines: tuple[str, ...] = ()) -> list[str]:
-    """Every derivation of distinct-looking numbers, by brute force."""
-    if len(left) == 1:
-        return ["\n".join([*lines, f"#### {left[0]}"])]
-    derivations = []
-    for i, j in itertools.permutations(range(len(left)), 2):
-        rest = tuple(number for k, number in enumerate(left) if k not in (i, j))
-        line = f"{left[i]} + {left[j]} = {left[i] + left[j]}"
-        derivations += enumerate_derivations((*rest, left[i] + left[j]), (*lines, line))
-    return derivations
-
-
-def test_four_distinct_operands_have_144_derivations_and_15_paths():
-    texts = set(enumerate_derivations((1, 2, 4, 8)))
-    assert len(texts) == 144
-    assert all(is_valid_derivation(question="1 + 2 + 4 + 8", text=text) for text in texts)
-    assert len({solution_path(question="1 + 2 + 4 + 8", text=text) for text in texts}) == 15

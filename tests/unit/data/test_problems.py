@@ -2,8 +2,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from nemo_edo.data.problems import ProblemFileError, load_problems
 from nemo_edo.types import Problem
@@ -103,22 +101,3 @@ def test_a_folders_files_are_one_list_of_problems_whatever_their_names(tmp_path)
     assert [problem.source for problem in loaded.problems] == [f"{tmp_path}/{name}/train.jsonl:1" for name in "ab"]
     assert [bad.source for bad in loaded.skipped] == [f"{tmp_path}/a/train.jsonl:2", f"{tmp_path}/b/train.jsonl:2"]
     assert f"the same as in {tmp_path}/a/train.jsonl:1," in loaded.skipped[1].reason
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(st.one_of(
-    st.binary(max_size=20),
-    st.sampled_from([row("a"), row("b"), row("c"), row("d", "x")]).map(lambda one: json.dumps(one).encode()),
-    st.recursive(st.none() | st.integers() | st.text(max_size=5), lambda some: st.lists(some, max_size=3)).map(
-        lambda value: json.dumps(value).encode()),
-)))
-def test_every_row_of_a_random_file_is_either_loaded_or_reported(tmp_path, lines):
-    path = write(tmp_path, *lines)
-    rows = [line for line in path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
-    try:
-        loaded = load_problems(path, on_bad_rows="skip")
-    except ProblemFileError as error:
-        assert "has no rows" in str(error) if not rows else f"bad rows: {len(rows)} of {len(rows)}" in str(error)
-    else:
-        assert len(loaded.problems) + len(loaded.skipped) == len(rows)
-        assert 1 <= len(loaded.problems) <= 3

@@ -77,28 +77,10 @@ def test_unknown_text_names_its_row_and_a_tokenizer_without_an_end_token_is_an_e
         encode_solutions([SHORT], endless, TEMPLATE, 99)
 
 
-CHAT = "<eos>{% for m in messages %}{{ m['content'] }} + {% endfor %}{% if add_generation_prompt %}7 + {% endif %}"
-
-
-@pytest.fixture
-def chatty(leading):
-    """One whose chat template begins with <eos>, too."""
-    leading.chat_template = CHAT
-    return leading
-
-
-def test_chat_template_wraps_the_prompt_begins_the_answer_and_adds_no_second_special_token(chatty):
-    style = prompt_style("3 + {question}", "auto", chatty)
-    prompt = encode_prompts([SHORT], chatty, style, max_prompt_tokens=99)["train-1"]
-    assert chatty.decode(prompt) == "<eos>3 + 1 + 2 + 7 + "
-    assert chatty.pad_token_id not in prompt
-    [(taught, _)] = encode_solutions([SHORT], chatty, style, 99)
-    assert taught == prompt
-
-
-def test_chat_template_is_used_where_there_is_one_asked_for_or_never(chatty, tokenizer):
-    found = [prompt_style(TEMPLATE.template, asked, chatty).chat for asked in ("auto", "true", "false")]
-    assert [chat and chat.text for chat in found] == [CHAT, CHAT, None]
+def test_chat_template_is_used_where_there_is_one_asked_for_or_never(leading, tokenizer):
+    leading.chat_template = template = "<eos>{% for m in messages %}{{ m['content'] }} + {% endfor %}"
+    found = [prompt_style(TEMPLATE.template, asked, leading).chat for asked in ("auto", "true", "false")]
+    assert [chat and chat.text for chat in found] == [template, template, None]
     assert [prompt_style(TEMPLATE.template, asked, tokenizer).chat for asked in ("auto", "false")] == [None, None]
     with pytest.raises(ValueError, match="data.chat_template is true, but the tokenizer .* has no chat template"):
         prompt_style(TEMPLATE.template, "true", tokenizer)

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 from helpers.responses import scored
 
+from nemo_edo.config import RewardsConfig
 from nemo_edo.config.compose import compose_run
+from nemo_edo.config.data import RewardFunctionConfig
 from nemo_edo.data.answers import HASHES_TEXT
 from nemo_edo.data.problems import LoadedProblems
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.custom import CustomScorer, RewardFunction
+from nemo_edo.rewards.custom import CustomScorer
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.types import Problem
 
@@ -74,10 +76,11 @@ def scorer(tmp_path: Path, monkeypatch):
     processes = []
 
     def make(*paths: str, time_limit_s: float = 30.0, success_at: float = 1.0, weights=(1.0, 1.0)) -> CustomScorer:
-        functions = [RewardFunction(path, f"rewards.functions.{path}.path", f"my_rewards:{path}", weight)
-                     for path, weight in zip(paths, weights, strict=False)]
-        processes.append(CustomScorer(HASHES_TEXT, functions, time_limit_s=time_limit_s, success_at=success_at,
-                                      failures=tmp_path / "failures", columns={"target": "answer"}))
+        functions = {path: RewardFunctionConfig(f"my_rewards:{path}", weight)
+                     for path, weight in zip(paths, weights, strict=False)}
+        rewards = RewardsConfig(functions=functions, function_time_limit_s=time_limit_s, success_at=success_at)
+        processes.append(CustomScorer(HASHES_TEXT, rewards, failures=tmp_path / "failures",
+                                      columns={"target": "answer"}))
         return processes[-1]
 
     yield make
@@ -179,8 +182,7 @@ def test_what_is_kept_of_a_failed_call_never_splits_a_group_of_a_function_that_c
 def test_an_import_path_is_checked_before_any_response(scorer, tmp_path, path, message):
     (tmp_path / "my_rewards.py").write_text(CODE)
     (tmp_path / "broken.py").write_text("1 / 0")
-    functions = CustomScorer(HASHES_TEXT, [RewardFunction("function", "rewards.function", path)], time_limit_s=30.0,
-                             failures=tmp_path)
+    functions = CustomScorer(HASHES_TEXT, RewardsConfig(function=path), failures=tmp_path)
     with pytest.raises(UserError) as refused:
         functions.check()
     assert "rewards.function" in str(refused.value) and message in str(refused.value)
