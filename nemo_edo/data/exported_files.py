@@ -19,6 +19,8 @@ COPIED = re.compile(r".*\.(json|jinja|model|txt|tiktoken|py)|(licen[cs]e|notice|
 """Names of files that come along: tokenizer, template, generation config, licence, code."""
 NOT_COPIED = re.compile(r"config\.json|.*\.index\.json|adapter_.*")
 TEMPLATES = "additional_chat_templates"
+LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
+"""Where a tensor's name has its layer's number."""
 
 
 def write_files(source: Path, out: Path, config: Any, dtype: str) -> None:
@@ -70,10 +72,6 @@ def usual_modes(folder: Path) -> None:
 
 def _write(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
-"""Where a tensor's name has its layer's number."""
 
 
 def parameters(folder: Path) -> int:

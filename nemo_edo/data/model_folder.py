@@ -11,6 +11,8 @@ from nemo_edo.data.tokenizer import check_tokenizer_file
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import read_object
 
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+OTHER_WEIGHTS = ("*.safetensors", INDEX, "pytorch_model*", "*.bin", "*.pth", "*.gguf")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 """OWNER/NAME. A relative path of two parts has the same form, and a folder that exists comes first."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
@@ -107,10 +109,6 @@ def _what_is_missing(folder: Path, *, weights: bool) -> str | None:
         return f"{folder} has neither {WEIGHTS} nor {INDEX}{has}"
     absent = [path for path in files if not path.is_file()]
     return f"{absent[0]} cannot be read (No such file or directory); download it again" if absent else None
-
-
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-OTHER_WEIGHTS = ("*.safetensors", INDEX, "pytorch_model*", "*.bin", "*.pth", "*.gguf")
 
 
 @dataclass(frozen=True)

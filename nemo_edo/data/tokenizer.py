@@ -1,4 +1,5 @@
-"""The tokenizer of a model's folder."""
+"""The tokenizer of a model's folder, and the tokens that end a response: the folder's files name them in up to three
+places, which need not agree."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ from nemo_edo.utils.files import read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+KEY = "eos_token_id"
+SETTING = "sampling.stop_token_ids"
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,6 @@ def check_tokenizer_file(folder: Path) -> None:
 def _unusable(folder: Path, error: Exception) -> UserError:
     why = str(error).strip().partition("\n")[0]  # transformers lists what it has looked for
     return UserError(f"the tokenizer of {folder} cannot be loaded ({why}); copy the model's own there")
-
-
-KEY = "eos_token_id"
-SETTING = "sampling.stop_token_ids"
 
 
 @dataclass(frozen=True)
