@@ -75,7 +75,7 @@ class CustomScorer:
         """Calls the functions with each problem's own solution, or its answer, for a response: one that fails must not
         do so after hours. encode: makes token ids for functions that take them. Raises UserError."""
         self.check()
-        taken = any(field in IDS for signature in self._signatures for field in signature.arguments.values())
+        taken = any(field in IDS for signature in self._signatures.values() for field in signature.arguments.values())
         responses = []
         for one in problems:
             text = one.solution or one.answer
