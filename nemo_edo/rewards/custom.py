@@ -141,7 +141,7 @@ class CustomScorer:
             call = (function.path, key, arguments, signature, len(rows))
             [answer] = self._pool.run(f"{_CALLS}:call", [call], wall_s=self._time_limit_s * len(rows))
             if isinstance(answer, TaskFailure):
-                self._signatures = []  # a new worker imports the functions, which may take longer than a call
+                self._signatures = {}  # a new worker imports the functions, which may take longer than a call
                 each = f" for each of {len(rows)} responses" if len(rows) > 1 else ""
                 answer = Failure(
                     f"took longer than rewards.function_time_limit_s = {self._time_limit_s:g}{each}"

@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.data.batching import build_batch, sequence_lengths
-from nemo_edo.data.packs import Prompts
+from nemo_edo.data.shares import Prompts
 from nemo_edo.megatron.packing import InputShapes, input_shapes, packed_inputs, pad_to
 from nemo_edo.megatron.platform import device_and_groups
 from nemo_edo.megatron.shared_prompts import shared_inputs
