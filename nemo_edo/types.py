@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 UNVERIFIED = "verification "
@@ -209,6 +208,3 @@ class TrainingBatch:
         """The first ``length`` tokens of every row."""
         ends = {name: length if name == "tokens" else length - 1 for name in self.tensors()}
         return replace(self, **{n: v[:, : ends[n]] if v.ndim > 1 else v for n, v in self.tensors().items()})
-
-    def to(self, device: torch.device) -> TrainingBatch:
-        return replace(self, **{name: value.to(device) for name, value in self.tensors().items()})

@@ -32,6 +32,7 @@ from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.megatron.decoding_cache import CacheContext, PromptCacheContext, joined
 from nemo_edo.megatron.layer_spec import reads_by_head, shares_prompts
+from nemo_edo.megatron.platform import fetched, moved
 from nemo_edo.megatron.routing import recorded, recording
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.status_line import Counter
@@ -64,7 +65,7 @@ class MegatronEngine:
         self.policy_version = 0
         self._built = built
         self._vocab_size = built.vocab_size
-        self._stop_ids = torch.tensor(sorted(stop_ids), device=device)
+        self._stop_ids = torch.tensor(sorted(stop_ids))
         self._decode = decode
         self._max_batch_size = max_batch_size
         self._device = device
@@ -152,7 +153,7 @@ class MegatronEngine:
         context, owner = self._read_prompts(decoding, decoding.rows)
         lengths = decoding.prompt_lengths[decoding.rows]
         length = context.max_sequence_length + decoding.places
-        decoding.context = PromptCacheContext(context, owner, length, lengths - 1)
+        decoding.context = PromptCacheContext(context, self._moved(owner), length, self._moved(lengths - 1))
         return self._forward(decoding, decoding.ends_of_prompts(decoding.rows)[:, None], lengths[:, None] - 1)
 
     def _read_prompts(self, decoding: _Decoding, requests: Tensor) -> tuple[CacheContext, Tensor]:
@@ -162,23 +163,25 @@ class MegatronEngine:
         prompts = decoding.prompts[requests, : max(2, int(lengths.max()))]
         distinct, owner = torch.unique(torch.cat([lengths[:, None], prompts], dim=1), dim=0, return_inverse=True)
         read = (distinct[:, 0] - 1).clamp(min=1).tolist()
-        least = FEWEST_READ["cuda" if distinct.is_cuda else "cpu"]
+        least = FEWEST_READ[self._device.type]
         contexts = []
         for rows in of_similar_length(read, least):
             tokens = distinct[rows, 1 : 1 + read[rows.stop - 1]]
             contexts.append(context := CacheContext(*tokens.shape, by_head=self._by_head))
-            through_stages(self._chunks, tokens, self._from_the_beginning(tokens), context)
+            positions = self._moved(_from_the_beginning(tokens))
+            through_stages(self._chunks, self._moved(tokens), positions, context)
             if self._keeps_experts:
                 of_these = (owner >= rows.start) & (owner < rows.stop)
-                experts = recorded(self._chunks, tokens)[owner[of_these] - rows.start]
-                decoding.keep_experts(requests[of_these], self._from_the_beginning(experts[..., 0]), experts)
+                experts = recorded(self._chunks, tokens)[self._moved(owner[of_these] - rows.start)]
+                decoding.keep_experts(requests[of_these], _from_the_beginning(experts[..., 0]), experts)
         return joined(contexts, by_head=self._by_head), owner
 
     def _refill(self, decoding: _Decoding, step: int) -> None:
         """Waiting requests take the free rows; the end of a prompt is a row's next token."""
         requests = decoding.refill(step)
         context, owner = self._read_prompts(decoding, requests)
-        decoding.context.add(context, owner, decoding.prompt_lengths[requests] - 1)
+        lengths = decoding.prompt_lengths[requests] - 1
+        decoding.context.add(context, self._moved(owner), self._moved(lengths))
 
     def _prefill_equal(self, decoding: _Decoding) -> Tensor | None:
         """Logits of each row's next token, where all are at the end of the shortest prompt. Rows with the same prompt
@@ -187,32 +190,34 @@ class MegatronEngine:
         shared = self._shares_prompts and 2 * len(prefixes) <= len(owner)
         length = decoding.prefix if shared else decoding.length
         decoding.context = CacheContext(len(prefixes), length, by_head=self._by_head)
-        logits = self._forward(decoding, prefixes, self._from_the_beginning(prefixes), owner)
+        logits = self._forward(decoding, prefixes, _from_the_beginning(prefixes), owner)
+        owner = self._moved(owner)
         if shared:
             decoding.context = PromptCacheContext(decoding.context, owner, decoding.length)
         else:
             decoding.context.keep(owner)
         return None if logits is None else logits[owner]
 
-    def _from_the_beginning(self, tokens: Tensor) -> Tensor:
-        return torch.arange(tokens.shape[1], device=self._device).expand_as(tokens)
+    def _moved(self, tensor: Tensor) -> Tensor:
+        return moved(tensor, self._device)
 
     def _forward(
         self, decoding: _Decoding, tokens: Tensor, positions: Tensor, owner: Tensor | None = None
     ) -> Tensor | None:
         """[B, V] logits of the last of tokens [B, s], on the last pipeline stage; None on the others. owner: which of
         the B each row of the batch is; None: they are the rows."""
-        logits = through_stages(self._chunks, tokens, positions, decoding.context)
+        logits = through_stages(self._chunks, self._moved(tokens), self._moved(positions), decoding.context)
         if self._keeps_experts:
             experts = recorded(self._chunks, tokens)
-            experts, positions = (experts, positions) if owner is None else (experts[owner], positions[owner])
+            if owner is not None:
+                experts, positions = experts[self._moved(owner)], positions[owner]
             decoding.keep_experts(decoding.rows, positions, experts)
         return None if logits is None else logits[:, -1, : self._vocab_size]
 
     def _choose(self, logits: Tensor | None, decoding: _Decoding, step: int, sampling: SamplingParams):
-        """The next token of each row and its log-probability, the same on every rank of the model."""
+        """The next token of each row and its log-probability, on the host, the same on every rank of the model."""
         if logits is not None:
-            tokens, logprobs = choose_tokens(logits, decoding.uniforms_at(step), sampling)
+            tokens, logprobs = choose_tokens(logits, self._moved(decoding.uniforms_at(step)), sampling)
         else:
             tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self._device)
             logprobs = torch.empty(len(decoding.rows), device=self._device)
@@ -228,7 +233,7 @@ class MegatronEngine:
             if group.size() > 1:
                 for tensor in (tokens, logprobs):
                     torch.distributed.broadcast(tensor, src=source, group=group)
-        return tokens, logprobs
+        return fetched(tokens, logprobs)
 
     def _rollout(self, request: GenerationRequest, response: dict[str, Any]) -> Rollout:
         ids = response["response_ids"]
@@ -243,8 +248,13 @@ class MegatronEngine:
         )
 
 
+def _from_the_beginning(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.shape[1]).expand(tokens.shape)
+
+
 class _Decoding:
-    """The state of a batch. Each row is at the end of its prompt; or, where all have to be at the same position, rows
+    """The state of a batch, on the host: the device has the model, its cache and the experts, and is waited for once a
+    token. Each row is at the end of its prompt; or, where all have to be at the same position, rows
     with longer prompts read these to their end.
 
     ``rows`` has the request of each row of the cache; responses are stored by request. Requests wait where they are
@@ -276,24 +286,24 @@ class _Decoding:
         """Tokens after the prompts for which the cache has room, where rows are at different positions."""
         width = max(2, *lengths) if self.after_prompts else max(lengths)
         padded = [request.prompt_ids + (0,) * (width - n) for request, n in zip(requests, lengths, strict=True)]
-        self.prompts = torch.tensor(padded, device=device)
-        self.prompt_lengths = torch.tensor(lengths, device=device)
-        self.limits = torch.tensor(limits, device=device)
+        self.prompts = torch.tensor(padded)
+        self.prompt_lengths = torch.tensor(lengths)
+        self.limits = torch.tensor(limits)
         self.to_read = torch.zeros_like(self.limits) if self.after_prompts else self.prompt_lengths - self.prefix
         """Steps before each request's first response token: those that read its prompt, or before it got its row."""
-        self.uniforms = request_uniforms([request.seed for request in requests], self.max_new_tokens).to(device)
-        self.tokens = torch.zeros(len(requests), self.max_new_tokens, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(len(requests), self.max_new_tokens, device=device)
-        self.response_lengths = torch.zeros(len(requests), dtype=torch.int64, device=device)
-        self.stopped = torch.zeros(len(requests), dtype=torch.bool, device=device)
+        self.uniforms = request_uniforms([request.seed for request in requests], self.max_new_tokens)
+        self.tokens = torch.zeros(len(requests), self.max_new_tokens, dtype=torch.int64)
+        self.logprobs = torch.zeros(len(requests), self.max_new_tokens)
+        self.response_lengths = torch.zeros(len(requests), dtype=torch.int64)
+        self.stopped = torch.zeros(len(requests), dtype=torch.bool)
         self.taken = torch.zeros_like(self.stopped)
         """Responses that ``take_ended`` has given."""
         self.strings = strings
         self.stop_of: list[str | None] = [None] * len(requests)
-        self.rows = torch.arange(self.begun, device=device)
-        self.alive = torch.ones(self.begun, dtype=torch.bool, device=device)
-        self._most = most
-        self.last = torch.empty(0, dtype=torch.int64, device=device)
+        self.rows = torch.arange(self.begun)
+        self.alive = torch.ones(self.begun, dtype=torch.bool)
+        self._most, self._device = most, device
+        self.last = torch.empty(0, dtype=torch.int64)
         self.context: CacheContext | None = None
         self._experts: Tensor | None = None
         """[requests, tokens, layers * k] int16"""
@@ -344,19 +354,20 @@ class _Decoding:
         if self._experts is None:
             tokens = int(self.prompt_lengths.max()) + self.max_new_tokens
             self._experts = experts.new_zeros(len(self.limits), tokens, experts.shape[-1])
-        self._experts[requests[:, None], positions.clamp(max=self._experts.shape[1] - 1)] = experts
+        places = requests[:, None], positions.clamp(max=self._experts.shape[1] - 1)
+        self._experts[tuple(moved(part, self._device) for part in places)] = experts
 
     def compact(self) -> None:
         """Drops the rows that have ended."""
         keep = self.alive.nonzero().squeeze(-1)
-        self.context.keep(keep)
+        self.context.keep(moved(keep, self._device))
         self.rows, self.last, self.alive = self.rows[keep], self.last[keep], self.alive[keep]
 
     def refill(self, step: int) -> Tensor:
         """Gives free rows, after those that there are, to waiting requests, whose first tokens the step after this one
         chooses; returns these requests."""
         count = self.free_rows
-        requests = torch.arange(self.begun, self.begun + count, device=self.rows.device)
+        requests = torch.arange(self.begun, self.begun + count)
         self.begun += count
         self.to_read[requests] = step + 1
         self.rows, self.alive = torch.cat([self.rows, requests]), torch.cat([self.alive, self.alive.new_ones(count)])

@@ -65,8 +65,8 @@ def _nucleus(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
         sorted_probs, places = probs.gather(-1, chosen).sort(dim=-1, descending=True, stable=True)
         before = sorted_probs.cumsum(dim=-1) - sorted_probs
         # Tokens as likely as the last of these may be missing among them: those are not to be kept.
-        at_the_edge = before[sorted_probs == sorted_probs[:, -1:]]
-        if bool((at_the_edge >= top_p).all()):
+        at_the_edge = sorted_probs == sorted_probs[:, -1:]
+        if bool((~at_the_edge | (before >= top_p)).all()):
             return sorted_probs.masked_fill(before >= top_p, 0.0), chosen.gather(-1, places)
     sorted_probs, order = probs.sort(dim=-1, descending=True, stable=True)
     before = sorted_probs.cumsum(dim=-1) - sorted_probs

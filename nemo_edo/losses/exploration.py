@@ -103,14 +103,19 @@ def weighted_log_ratio(log_ratio: Tensor, weights: Tensor | None, log_ratio_floo
     if log_ratio_floor is not None:
         # No clamp: its gradient at the bound itself depends on torch's version.
         log_ratio = torch.where(below_floor(log_ratio, log_ratio_floor), log_ratio_floor, log_ratio)
-    return log_ratio if weights is None else weights * log_ratio
+    return weighted(log_ratio, weights)
+
+
+def weighted(values: Tensor, weights: Tensor | None) -> Tensor:
+    """weights * values; None: all weights are 1."""
+    return values if weights is None else weights * values
 
 
 def noise_weights(log_ratio: Tensor, weights: Tensor | None) -> Tensor:
     """The weights of ``exploration_noise_term``, with the ratio of each token as a constant."""
     ratio = log_ratio.detach().exp()
     require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
-    return ratio if weights is None else weights * ratio
+    return weighted(ratio, weights)
 
 
 def below_floor(log_ratio: Tensor, log_ratio_floor: float | None) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.losses.checks import checked, one_check, require_finite
-from nemo_edo.losses.term import LossTerm, kl_per_token, read_tokens, token_mean
+from nemo_edo.losses.term import LossTerm, kl_per_token, read_tokens, token_means
 
 CHI2_BOUND = 20.0
 """Nats. The log-ratio of a long response may be hundreds, and the square of its ratio beyond all numbers."""
@@ -89,8 +89,8 @@ def sequence_masked_weights(
 
 def sampler_weights(
     old_logprobs: Tensor, sampler_logprobs: Tensor | None, valid: Tensor, config: GRPOLossConfig
-) -> tuple[Tensor, dict[str, LossTerm]]:
-    """[B, T] constants that lead from pi_gen's samples to pi_old's as config.sampler_correction says, ones without a
+) -> tuple[Tensor | None, dict[str, LossTerm]]:
+    """[B, T] constants that lead from pi_gen's samples to pi_old's as config.sampler_correction says, None without a
     correction; and their metrics (``policy_gradient.grpo_loss``). Of tensors from ``read_tokens``; sampler_logprobs:
     None where none are known, which a correction refuses (ValueError). Raises ValueError for ratios that overflow."""
     correction = config.sampler_correction
@@ -100,11 +100,11 @@ def sampler_weights(
                 f"sampler_logprobs is None, but sampler_correction is {correction!r}: give the sampler's "
                 "log-probabilities of the tokens, or set sampler_correction to none"
             )
-        return torch.ones_like(old_logprobs), {}
+        return None, {}
     log_ratio = old_logprobs - sampler_logprobs
     metrics = _gap(log_ratio, valid)
     if correction == "none":
-        return torch.ones_like(old_logprobs), metrics
+        return None, metrics
     tokens, level = (old_logprobs, sampler_logprobs, valid), config.sampler_level
     if correction == "tis":
         weights = truncated_importance_weights(*tokens, cap=config.tis_cap, level=level)
@@ -117,8 +117,7 @@ def sampler_weights(
         bounded = weights == 0
     return weights, {
         **metrics,
-        "sampler_weight": token_mean(weights, valid),
-        "sampler_bounded": token_mean(bounded, valid),
+        **token_means({"sampler_weight": weights, "sampler_bounded": bounded}, valid),
     }
 
 
@@ -149,7 +148,7 @@ def _gap(log_ratio: Tensor, valid: Tensor) -> dict[str, LossTerm]:
         "sampler_kl_k1": kl_per_token(-log_ratio, zero, "k1"),
         "sampler_kl_k3": kl_per_token(-log_ratio, zero, "k3"),
     }
-    return {name: token_mean(values_BT, valid) for name, values_BT in values.items()}
+    return token_means(values, valid)
 
 
 def sampler_mismatch(logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> dict[str, float]:

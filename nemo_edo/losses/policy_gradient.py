@@ -17,9 +17,16 @@ from torch import Tensor
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
 from nemo_edo.losses.checks import checked, constant, one_check, require_finite, require_values
-from nemo_edo.losses.exploration import below_floor, first_tokens, noise_weights, step_weight, weighted_log_ratio
+from nemo_edo.losses.exploration import (
+    below_floor,
+    first_tokens,
+    noise_weights,
+    step_weight,
+    weighted,
+    weighted_log_ratio,
+)
 from nemo_edo.losses.importance import sampler_weights
-from nemo_edo.losses.term import LossTerm, Reduction, kl_per_token, per_token, read_tokens, token_mean
+from nemo_edo.losses.term import LossTerm, Reduction, kl_per_token, per_token, read_tokens, token_means
 
 
 def dapo_config(**changes: Any) -> GRPOLossConfig:
@@ -98,7 +105,7 @@ def ppo_clip_loss(
     surrogate, held = clipped_surrogate(
         log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
     )
-    metrics = {"log_ratio": token_mean(log_ratio, valid), **_clip_shares(held, valid)}
+    metrics = token_means({"log_ratio": log_ratio, **_clipped(held)}, valid)
     return Reduction(valid, reduction, norm_length, rows)(-surrogate), metrics
 
 
@@ -158,44 +165,42 @@ def grpo_loss(
     log_ratio = logprobs - old_logprobs
     weights, sampler_metrics = sampler_weights(old_logprobs, sampler_logprobs, valid, config)
 
-    surrogate, held = _surrogate(logprobs, log_ratio, advantages, reduced.lengths_B, config)
+    surrogate, held = _surrogate(logprobs, log_ratio, advantages, valid, config)
     selected = _selected_tokens(selected, config.covariance_control)
     if selected is not None and config.covariance_control == "clip-cov":  # Cui et al. 2025, eq. 12
         surrogate = torch.where(selected, surrogate.detach(), surrogate)
-    loss = reduced(-weights * surrogate)
-    metrics = {
-        "policy_loss": loss.detached(),
-        "log_ratio": token_mean(log_ratio, valid),
-        **_clip_shares(held, valid),
-        **sampler_metrics,
-    }
-    if selected is not None:
-        metrics["selected_fraction"] = token_mean(selected, valid)
+    # Each term's values, which are reduced together, and its factor in the loss. Where that is 0 the term is a metric
+    # alone: adding 0 * term would not be bit-equal to GRPO.
+    terms, factor_of = {"policy_loss": -weighted(surrogate, weights)}, {"policy_loss": 1.0}
     # eq. 14, its KL estimated by |log-ratio| as in the authors' code, who take the unclipped surrogate for all tokens;
     # our clip stays on.
     if selected is not None and config.covariance_control == "kl-cov":
-        penalty = reduced(torch.where(selected, weights * log_ratio.abs(), 0.0))
-        metrics["kl_cov"] = penalty.detached()
-        loss = loss.plus(penalty, config.kl_cov_coefficient)
-
+        terms["kl_cov"] = torch.where(selected, weighted(log_ratio.abs(), weights), 0.0)
+        factor_of["kl_cov"] = config.kl_cov_coefficient
     if ref_logprobs is not None:
-        kl_BT = kl_per_token(logprobs, ref_logprobs, config.kl_estimator)
+        trained = logprobs if config.beta > 0 else logprobs.detach()
+        kl_BT = kl_per_token(trained, ref_logprobs, config.kl_estimator)
         if config.kl_importance != "none":
             sampler = old_logprobs if config.kl_importance == "ratio" else logprobs.detach()
-            kl_BT = (logprobs - sampler).exp() * kl_BT
+            kl_BT = (trained - sampler).exp() * kl_BT
         require_finite("the KL estimate from logprobs - ref_logprobs", kl_BT)
-        kl = reduced(kl_BT)
-        metrics["kl"] = kl.detached()
-        loss = loss.plus(kl, config.beta) if config.beta > 0 else loss
+        terms["kl"], factor_of["kl"] = kl_BT, config.beta
     elif config.beta > 0:
         raise ValueError(f"ref_logprobs is None, but beta is {config.beta}: give them, or set beta to 0")
+    trained = log_ratio if weight != 0 else log_ratio.detach()
+    terms["exploration"], factor_of["exploration"] = _exploration(trained, valid, weights, factors, config), weight
 
-    exploration = reduced(_exploration(log_ratio, valid, weights, factors, config))
-    metrics["exploration"] = exploration.detached()
-    metrics["floor_fraction"] = token_mean(below_floor(log_ratio, config.log_ratio_floor), valid)
-    if weight != 0:  # adding 0 * term would not be bit-equal to GRPO
-        loss = loss.plus(exploration, weight)
-    return loss, metrics
+    reduced_terms = dict(zip(terms, reduced.each(list(terms.values())), strict=True))
+    loss = reduced_terms["policy_loss"]
+    for name in list(terms)[1:]:
+        if factor_of[name] != 0:
+            loss = loss.plus(reduced_terms[name], factor_of[name])
+    tokens = {"log_ratio": log_ratio, **_clipped(held)}
+    tokens["floor_fraction"] = below_floor(log_ratio, config.log_ratio_floor)
+    if selected is not None:
+        tokens["selected_fraction"] = selected
+    means = {name: term.detached() for name, term in reduced_terms.items()}
+    return loss, {**means, **token_means(tokens, valid), **sampler_metrics}
 
 
 @checked
@@ -237,13 +242,14 @@ def clipped_surrogate(
     ratio = log_ratio.exp()
     require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
     unclipped = ratio * advantages
-    surrogate = torch.minimum(unclipped, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    clipped = surrogate < unclipped
+    bounded = ratio.detach().clamp(1 - clip_low, 1 + clip_high) * advantages
+    clipped = bounded < unclipped
+    surrogate = torch.where(clipped, bounded, unclipped)  # the minimum; torch's own has a backward pass of ten kernels
     held = {"low": clipped & (advantages < 0), "high": clipped & (advantages > 0), "dual": torch.zeros_like(clipped)}
     if dual_clip is not None:
         bound = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
         held["dual"] = surrogate < bound
-        surrogate = torch.maximum(surrogate, bound)
+        surrogate = torch.where(held["dual"], bound, surrogate)
     return surrogate, held
 
 
@@ -264,7 +270,7 @@ def cispo_surrogate(
 
 
 def _surrogate(
-    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, lengths_B: Tensor, config: GRPOLossConfig
+    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, valid: Tensor, config: GRPOLossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[B, T], to be maximised, and where it is clipped: config.surrogate."""
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
@@ -276,19 +282,19 @@ def _surrogate(
     if config.importance_sampling_level == "sequence":
         # GSPO-token (Zheng et al. 2025, eq. 14): the value at every token is the mean over its sequence's valid tokens,
         # the gradient that of its own log pi_theta. With [B] advantages and "seq-mean-token-mean", plain GSPO's.
-        mean_B = log_ratio.detach().sum(dim=1) / lengths_B.clamp(min=1)
+        mean_B = log_ratio.detach().sum(dim=1) / valid.sum(dim=1).clamp(min=1)
         log_ratio = mean_B[:, None] + (log_ratio - log_ratio.detach())
     return clipped_surrogate(log_ratio, advantages, **clips, dual_clip=config.dual_clip)
 
 
 def _exploration(
-    log_ratio: Tensor, valid: Tensor, weights: Tensor, factors: Tensor | None, config: GRPOLossConfig
+    log_ratio: Tensor, valid: Tensor, weights: Tensor | None, factors: Tensor | None, config: GRPOLossConfig
 ) -> Tensor:
     """[B, T]: the exploration term's values with all of config's weights."""
     if factors is not None:
-        weights = weights * factors
+        weights = weighted(factors, weights)
     if config.exploration_tokens is not None:
-        weights = weights * first_tokens(valid, config.exploration_tokens)
+        weights = weighted(first_tokens(valid, config.exploration_tokens).to(log_ratio.dtype), weights)
     if config.exploration_control == "noise":
         weights = noise_weights(log_ratio, weights)
     return weighted_log_ratio(log_ratio, weights, config.log_ratio_floor)
@@ -303,14 +309,14 @@ def _selected_tokens(selected: Tensor | None, control: str) -> Tensor | None:
     if selected is None:
         raise ValueError(f"selected is None, but covariance_control is {control!r}: give the tokens that it acts on")
     is_selected = selected == 1
-    require_values((is_selected | (selected == 0)).all(), lambda: ValueError("selected has values other than 0 and 1"))
+    require_values(is_selected | (selected == 0), lambda: ValueError("selected has values other than 0 and 1"))
     return is_selected
 
 
-def _clip_shares(held: dict[str, Tensor], valid: Tensor) -> dict[str, LossTerm]:
-    """clip_fraction, and of it the share of each bound: no token is clipped by two."""
-    shares = {f"clip_{bound}_fraction": token_mean(at_BT, valid) for bound, at_BT in held.items()}
-    return {"clip_fraction": token_mean(torch.stack(list(held.values())).any(dim=0), valid), **shares}
+def _clipped(held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where clip_fraction, and of it the share of each bound, is 1: no token is clipped by two."""
+    shares = {f"clip_{bound}_fraction": at_BT for bound, at_BT in held.items()}
+    return {"clip_fraction": held["low"] | held["high"] | held["dual"], **shares}
 
 
 # --- Clip-Cov and KL-Cov --------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Dimensions: B sequences, T response tokens of a padded sequence; a row is one pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,7 @@ def valid_entries(name: str, mask: Tensor | None, values: Tensor) -> Tensor:
     if mask.shape != values.shape:
         raise ValueError(f"{name} has shape {tuple(mask.shape)}, expected {tuple(values.shape)}")
     valid = mask != 0
-    require_values((mask == valid).all(), lambda: ValueError(f"{name} has values other than 0 and 1"))
+    require_values(mask == valid, lambda: ValueError(f"{name} has values other than 0 and 1"))
     return valid
 
 
@@ -95,7 +96,8 @@ def read_tokens(
     if on_empty == "error":
         message = f"{mask_name} is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts"
         require_values(valid_BT.any(), lambda: ValueError(message))
-    clean = [x if x is None else _clean(name, x, valid_BT, mask_name) for name, x in tensors_BT.items()]
+    zero = scalar_zero(valid_BT)
+    clean = [x if x is None else _clean(name, x, valid_BT, zero, mask_name) for name, x in tensors_BT.items()]
     for name, x in zip(tensors_BT, clean, strict=True):
         if x is not None and "logprobs" in name:
             require_logprobs(name, x)
@@ -108,13 +110,18 @@ def read_rows(mask: Tensor | None, *, mask_name: str = "mask", **rows: Tensor) -
     if first.ndim != 1:
         raise ValueError(f"{first_name} has shape {tuple(first.shape)}, expected one dimension: a value for each row")
     valid = valid_entries(mask_name, mask, first)
-    return valid, [_clean(name, values, valid, first_name) for name, values in rows.items()]
+    return valid, [_clean(name, values, valid, scalar_zero(valid), first_name) for name, values in rows.items()]
 
 
-def _clean(name: str, values: Tensor, valid: Tensor, other: str) -> Tensor:
+def scalar_zero(like: Tensor) -> Tensor:
+    """0 on a tensor's device, once for all its uses: torch.where would fill another one for each number 0.0."""
+    return torch.zeros((), device=like.device)
+
+
+def _clean(name: str, values: Tensor, valid: Tensor, zero: Tensor, other: str) -> Tensor:
     if values.shape != valid.shape:
         raise ValueError(f"{name} has shape {tuple(values.shape)}, but {other} has {tuple(valid.shape)}")
-    clean = torch.where(valid, values, 0.0)
+    clean = torch.where(valid, values, zero)
     require_finite(name, clean)
     return clean
 
@@ -142,16 +149,29 @@ class Reduction:
         if by_constant and (norm_length is None or norm_length <= 0):
             raise ValueError(f"norm_length is {norm_length}, expected a number above 0 with {reduction!r}")
         self.valid_BT = valid_BT
-        self.lengths_B = valid_BT.sum(dim=1)
         self.divisor: Tensor | float | None = norm_length if by_constant else None
-        if reduction == "seq-mean-token-mean":
-            self.divisor = self.lengths_B.clamp(min=1)  # an empty sequence: 0 / 1
-        counted = valid_BT if reduction == "token-mean" else (self.lengths_B > 0) | (rows == "all")
-        self.count = counted.sum()
+        if reduction == "token-mean":
+            self.count = valid_BT.sum()
+        else:
+            lengths_B = valid_BT.sum(dim=1)
+            self.count = (lengths_B > (0 if rows == "non-empty" else -1)).sum()
+            if reduction == "seq-mean-token-mean":
+                self.divisor = lengths_B.clamp(min=1)  # an empty sequence: 0 / 1
 
     def __call__(self, values_BT: Tensor) -> LossTerm:
-        sums_B = torch.where(self.valid_BT, values_BT, 0.0).sum(dim=1)
-        return LossTerm((sums_B if self.divisor is None else sums_B / self.divisor).sum(), self.count)
+        [term] = self.each([values_BT])
+        return term
+
+    def each(self, values: Sequence[Tensor]) -> list[LossTerm]:
+        """The terms of several [B, T] tensors of one type, which are reduced together; they are finite at padding."""
+        stacked = values[0][None] if len(values) == 1 else torch.stack(list(values))
+        dtype = stacked.dtype if stacked.is_floating_point() else torch.get_default_dtype()
+        valid = stacked * self.valid_BT  # torch.where would make a zero first, and again for the gradient
+        if self.divisor is None:
+            sums = valid.sum(dim=(1, 2), dtype=dtype)
+        else:
+            sums = (valid.sum(dim=2, dtype=dtype) / self.divisor).sum(dim=1)
+        return [LossTerm(total, self.count) for total in sums.unbind()]
 
 
 @checked
@@ -195,6 +215,15 @@ def reduce_tokens(
 def token_mean(values_BT: Tensor, valid_BT: Tensor) -> LossTerm:
     """A metric: the mean over valid tokens, without gradient; sum and count 0 for an empty mask."""
     return Reduction(valid_BT, "token-mean")(values_BT.detach())
+
+
+def token_means(metrics: Mapping[str, Tensor], valid_BT: Tensor) -> dict[str, LossTerm]:
+    """``token_mean`` of each, with a few kernels for all of them."""
+    reduction, means = Reduction(valid_BT, "token-mean"), {}
+    for dtype in dict.fromkeys(values.dtype for values in metrics.values()):
+        names = [name for name, values in metrics.items() if values.dtype == dtype]
+        means |= dict(zip(names, reduction.each([metrics[name].detach() for name in names]), strict=True))
+    return {name: means[name] for name in metrics}
 
 
 def sum_over_rows(values: Tensor, valid: Tensor) -> LossTerm:

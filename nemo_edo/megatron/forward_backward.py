@@ -23,6 +23,7 @@ from nemo_edo.data.shares import Prompts, Share, row_lengths, take_rows
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
 from nemo_edo.megatron.packing import ModelInputs, context_share, packed_inputs, row_inputs
+from nemo_edo.megatron.platform import moved
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.routing import own_routing_afterwards, set_recomputing, set_replayed
 from nemo_edo.megatron.shared_prompts import shared_inputs
@@ -81,7 +82,7 @@ def share_values(share: Share, stored: list[tuple[Tensor, Tensor]], device: torc
     result = torch.zeros(2, *share.rows.mask.shape, device=device)
     for rows, values in zip(share.micro_batches, stored, strict=True) if stored else ():
         both = torch.stack(values)[:, : len(rows), : result.shape[-1]]
-        result[:, rows, : both.shape[-1]] = both
+        result[:, moved(torch.tensor(rows, dtype=torch.int64), device), : both.shape[-1]] = both
     return result
 
 
@@ -145,9 +146,9 @@ class _Readout:
         except NotFinite:  # perhaps on this rank alone, and the others wait for it: it goes through the whole pass
             terms = dict.fromkeys(self.loss_counts, LossTerm(logprobs.sum() * math.nan, math.nan))
             metrics = {}
-        total = sum(terms[name].sum / max(count, 1.0) for name, count in self.loss_counts.items())
-        sums = {name: _pair(value) for name, value in metrics.items()}
-        sums |= {f"{TERM}{name}": _pair(term) for name, term in terms.items()}
+        parts = [terms[name].sum / max(count, 1.0) for name, count in self.loss_counts.items()]
+        total = sum(parts[1:], parts[0])
+        sums = _pairs(metrics | {TERM + name: term for name, term in terms.items()})
         return total, no_tokens, sums | tokens
 
 
@@ -206,26 +207,31 @@ def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, flo
     return {"loss": math.fsum(terms) if all(map(math.isfinite, terms)) else math.nan, **means}
 
 
-def _pair(term: LossTerm) -> Tensor:
-    """[2] float64 on the sum's device; a count may be a plain number."""
-    device = term.sum.device
-    parts = (torch.as_tensor(part, dtype=torch.float64, device=device) for part in (term.sum, term.count))
-    return torch.stack([part.detach() for part in parts])
+def _pairs(terms: Mapping[str, LossTerm]) -> dict[str, Tensor]:
+    """Each term's sum and count, [2] float64 on the sum's device, copied together: a GPU would launch three kernels for
+    each. A count may be a plain number."""
+    sums = torch.stack([term.sum.detach() for term in terms.values()]).double()
+    counts = torch.stack(
+        [term.count if isinstance(term.count, Tensor) else sums.new_full((), term.count) for term in terms.values()]
+    ).double()
+    return dict(zip(terms, torch.stack([sums, counts], dim=1), strict=True))
 
 
 def _reduce_metrics(stored: list[dict[str, Tensor]], device: torch.device) -> dict[str, tuple[float, float]]:
     """Adds sums and counts over micro-batches and data-parallel ranks; every pipeline stage receives them."""
-    group, nothing = parallel_state.get_data_parallel_group(), torch.zeros(2, dtype=torch.float64)
-    # The names in any micro-batch of any rank: a rank whose rows are all padding has none.
-    found: list[set[str]] = [set()] * group.size()
-    torch.distributed.all_gather_object(found, {name for micro in stored for name in micro}, group=group)
-    names = sorted(set().union(*found))
-    shared, last = [names], parallel_state.get_pipeline_model_parallel_last_rank()
-    torch.distributed.broadcast_object_list(shared, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-    names = shared[0]
+    group, nothing = parallel_state.get_data_parallel_group(), torch.zeros(2, dtype=torch.float64, device=device)
+    names = sorted({name for micro in stored for name in micro})
+    if torch.distributed.get_world_size() > 1:
+        # The names in any micro-batch of any rank: a rank whose rows are all padding has none.
+        found: list[list[str]] = [[]] * group.size()
+        torch.distributed.all_gather_object(found, names, group=group)
+        shared, last = [sorted(set().union(*found))], parallel_state.get_pipeline_model_parallel_last_rank()
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        torch.distributed.broadcast_object_list(shared, src=last, group=pipeline)
+        names = shared[0]
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for micro in stored:
-        sums += torch.stack([micro.get(name, nothing).to(device) for name in names])
+        sums += torch.stack([micro.get(name, nothing) for name in names])
     torch.distributed.all_reduce(sums, group=group)
     _broadcast_from_last_stage(sums)
     return {name: (float(total), float(count)) for name, (total, count) in zip(names, sums.tolist(), strict=True)}

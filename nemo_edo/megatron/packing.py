@@ -16,6 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from nemo_edo.data.shares import InputShapes
+from nemo_edo.megatron.platform import moved
 from nemo_edo.megatron.precision import token_multiple
 from nemo_edo.types import TrainingBatch
 
@@ -56,7 +57,8 @@ class ModelInputs:
     """[r, s, layers * k] what the routers replay (``TrainingBatch.routed_experts``); None: they choose."""
 
     def to(self, device: torch.device) -> ModelInputs:
-        return replace(_moved(self, device), micro=self.micro.to(device), packed=_moved(self.packed, device))
+        micro, packed = (None if part is None else _moved(part, device) for part in (self.micro, self.packed))
+        return replace(_moved(self, device), micro=micro, packed=packed)
 
     def to_rows(self, values: Tensor) -> Tensor:
         """[b, T] from the values at the positions that this rank's model saw, [r, s]; 0 outside the pack."""
@@ -118,10 +120,8 @@ def is_padding(micro: TrainingBatch) -> bool:
 
 def _moved(record: R, device: torch.device) -> R:
     """A dataclass with its tensors on the device."""
-    if record is None:
-        return None
     tensors = {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), Tensor)}
-    return replace(record, **{name: value.to(device) for name, value in tensors.items()})
+    return replace(record, **{name: moved(value, device) for name, value in tensors.items()})
 
 
 # --- shapes and shares of a sequence ---------------------------------------------------------------------------------

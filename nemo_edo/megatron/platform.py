@@ -12,6 +12,7 @@ import os
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
@@ -111,3 +112,19 @@ def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None
     parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
     parallel_state.set_virtual_pipeline_model_parallel_rank(None if virtual is None else 0)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+# --- copies between host and device, which with memory that is not pinned would each wait for a GPU's queue ----------
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The host's tensor on the device."""
+    return tensor.to(device) if device.type == "cpu" else tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def fetched(*tensors: Tensor) -> list[Tensor]:
+    """The device's tensors on the host, which waits once for all of them."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if any(tensor.is_cuda for tensor in tensors):
+        torch.cuda.current_stream().synchronize()
+    return copies

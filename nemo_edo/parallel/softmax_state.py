@@ -32,10 +32,10 @@ class RunningSoftmax:
     @classmethod
     def start(cls, like: Tensor, positions: int) -> RunningSoftmax:
         """Nothing seen yet of logits of the type and device of ``like``."""
-        zero = torch.zeros(positions, dtype=compute_dtype(like), device=like.device)
+        zeros = torch.zeros(3, positions, dtype=compute_dtype(like), device=like.device)
         # Not -inf: the difference of two of them is NaN.
-        maximum = torch.full_like(zero, torch.finfo(zero.dtype).min)
-        return cls(maximum, zero, zero.clone(), zero.clone())
+        maximum = torch.full_like(zeros[0], torch.finfo(zeros.dtype).min)
+        return cls(maximum, *zeros)
 
     def __getitem__(self, positions: slice) -> RunningSoftmax:
         """A view of some of the positions."""
@@ -52,7 +52,7 @@ class RunningSoftmax:
 
     def reduce_(self, group: dist.ProcessGroup | None) -> None:
         """Makes statistics of each process's columns those of all columns."""
-        if group is None:
+        if group is None or group.size() == 1:
             return
         maximum = self.maximum.clone()
         dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)

@@ -91,3 +91,36 @@ def kernel_with_a_tensor_of_the_host() -> str:
     logits = torch.zeros(2, 20, device="cuda")
     softmax = RunningSoftmax.start(logits, 2)
     return _tried(lambda: kernels.add_columns(softmax, logits, torch.zeros(2, dtype=torch.int64), 1.0))
+
+
+def counted() -> dict[str, tuple[int, int]]:
+    """Launches and synchronisations, by what is done."""
+    import pretended_cuda
+
+    torch.cuda.set_device(0)
+    there, pinned = torch.ones(4, 4, device="cuda"), torch.zeros(4, 4, pin_memory=True)
+    mask, index, trained = there > 2, torch.tensor([1, 2]), torch.ones(4, device="cuda", requires_grad=True)
+    square = trained.square().sum()
+
+    def fetch() -> None:
+        there.to("cpu", non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+    done = {
+        "view": lambda: there.view(16).t(), "slice": lambda: there[1:, 0], "empty": lambda: torch.empty_like(there),
+        "add": lambda: there + there, "add in place": lambda: there.add_(1), "number": lambda: there * 2.0,
+        "item": lambda: there[0, 0].item(), "to the host": lambda: there.cpu(), "to the device": lambda: index.cuda(),
+        "from pinned memory": lambda: pinned.to("cuda", non_blocking=True),
+        "to pinned memory, then waited for": fetch, "nonzero": lambda: mask.nonzero(),
+        "by a mask": lambda: there[mask], "by an index of the host": lambda: there[index],
+        "a number put at a mask": lambda: there.masked_fill_(mask, 1.0),
+        "compiled": lambda: torch.compile(lambda x: x * 2 + 1)(there),
+        "collective": lambda: torch.distributed.all_reduce(there), "backward of a square's sum": square.backward,
+    }  # fmt: skip
+    found = {}
+    for name, what in done.items():
+        before = pretended_cuda.counts()
+        what()
+        now = pretended_cuda.counts()
+        found[name] = (now.launches - before.launches, now.synchronizations - before.synchronizations)
+    return found

@@ -3,6 +3,7 @@
 // - an operator whose tensors are on two devices fails, with the exceptions that CUDA makes;
 // - fresh memory is garbage, and so is freed memory;
 // - a copy to pinned memory that does not block arrives with the next synchronisation, and not before.
+// It counts what it is asked for (Counts).
 // The library registers itself. It has to be loaded before torch is imported, which looks for CUDA only once. It needs
 // all of torch's libraries, so that it registers after them: in a torch that was built with CUDA, its guard, its
 // allocator and its operators replace theirs.
@@ -33,6 +34,8 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -42,6 +45,45 @@ namespace {
 
 const c10::Device DEVICE(c10::DeviceType::CUDA, 0);
 constexpr int GARBAGE = 0x7f;  // 3.4e38 as a float, in any of the types
+
+// --- counts ------------------------------------------------------------------------------------------------------
+
+struct Counts {
+  int64_t launches, synchronizations, bytes_to_device, bytes_to_host, allocated, peak;
+};
+Counts counts{};
+std::map<std::string, int64_t> operators;  // launches and synchronisations by name; "sync: " before the latter
+// Above 0 within one kernel: an operator's, which this device computes with several of the CPU's, or what
+// pretended_cuda.kernel says. What happens in it is not counted again.
+thread_local int in_kernel = 0;
+
+void count_launch(const std::string& name) {
+  if (in_kernel) return;
+  ++counts.launches;
+  ++operators[name];
+}
+
+void count_synchronization(const std::string& name) {
+  if (in_kernel) return;
+  ++counts.synchronizations;
+  ++operators["sync: " + name];
+}
+
+// Memory that a kernel takes and returns is not the program's: the peak does not see it.
+void count_memory(int64_t bytes) {
+  counts.allocated += bytes;
+  if (!in_kernel && counts.allocated > counts.peak) counts.peak = counts.allocated;
+}
+
+void end_kernel() {
+  --in_kernel;
+  count_memory(0);
+}
+
+struct Kernel {
+  Kernel() { ++in_kernel; }
+  ~Kernel() { end_kernel(); }
+};
 
 // --- memory ------------------------------------------------------------------------------------------------------
 
@@ -62,12 +104,18 @@ void free_block(void* block) {
   free(begin);
 }
 
+void free_on_device(void* block) {
+  count_memory(-static_cast<int64_t>(*reinterpret_cast<size_t*>(static_cast<char*>(block) - ALIGNMENT)));
+  free_block(block);
+}
+
 struct DeviceAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* block = bytes ? new_block(bytes) : nullptr;
-    return {block, block, bytes ? &free_block : &c10::detail::deleteNothing, DEVICE};
+    count_memory(bytes);
+    return {block, block, bytes ? &free_on_device : &c10::detail::deleteNothing, DEVICE};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
+  c10::DeleterFnPtr raw_deleter() const override { return &free_on_device; }
   void copy_data(void* to, const void* from, size_t bytes) const override { memcpy(to, from, bytes); }
 };
 DeviceAllocator device_allocator;
@@ -120,7 +168,6 @@ struct Transfer {
   Tensor to, from;  // pinned memory, and what the device's memory held when the copy was asked for
 };
 std::vector<Transfer> transfers;  // that the host has not waited for
-thread_local bool in_kernel = false;
 
 void copy_now(const Tensor& to, const Tensor& from) {
   c10::InferenceMode usual(false);
@@ -136,10 +183,21 @@ void synchronize() {
   for (const auto& transfer : arrived) copy_now(transfer.to, transfer.from);
 }
 
+// Between the device and memory that is not pinned, or where the caller asks to wait, the host waits for all that the
+// device has yet to do.
+void count_copy(const Tensor& to, const Tensor& from, bool non_blocking) {
+  if (in_kernel) return;
+  if (to.is_cuda() && from.is_cuda()) return count_launch("aten::copy_");
+  (to.is_cuda() ? counts.bytes_to_device : counts.bytes_to_host) += static_cast<int64_t>(from.nbytes());
+  const bool on_pinned = is_pinned((to.is_cuda() ? from : to).storage().data());
+  if (!non_blocking || !on_pinned) count_synchronization(to.is_cuda() ? "copy to the device" : "copy to the host");
+}
+
 Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
   if (self.numel() == 0 && from.numel() == 0) return self;
   TORCH_CHECK(!self._is_zerotensor(), "pretended CUDA: copy_ into a tensor of zeros without memory");
   const bool to_host = from.is_cuda() && !self.is_cuda();
+  count_copy(self, from, non_blocking);
   if (to_host && non_blocking && is_pinned(self.storage().data()) && !self.is_conj()) {
     std::lock_guard<std::recursive_mutex> held(lock);
     c10::InferenceMode usual(false);
@@ -167,8 +225,15 @@ Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
 }
 
 at::Scalar item(const Tensor& tensor) {
+  count_synchronization("item");
+  if (!in_kernel) counts.bytes_to_host += static_cast<int64_t>(tensor.nbytes());
   synchronize();
   return at::_ops::_local_scalar_dense::call(on_cpu(tensor));
+}
+
+void synchronize_on_request() {
+  count_synchronization("synchronize");
+  synchronize();
 }
 
 // --- what torch asks of a device ----------------------------------------------------------------------------------
@@ -190,9 +255,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeEvent(void*) const override { synchronize(); }
-  void synchronizeStream(const c10::Stream&) const override { synchronize(); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize(); }
+  void synchronizeEvent(void*) const override { synchronize_on_request(); }
+  void synchronizeStream(const c10::Stream&) const override { synchronize_on_request(); }
+  void synchronizeDevice(const c10::DeviceIndex) const override { synchronize_on_request(); }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
@@ -214,7 +279,7 @@ struct PretendedHooks final : CUDAHooksInterface {
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
   Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
-  void deviceSynchronize(c10::DeviceIndex) const override { synchronize(); }
+  void deviceSynchronize(c10::DeviceIndex) const override { synchronize_on_request(); }
 };
 
 // Torch's own two of this name say that there is no CUDA, in a torch built without. The loader finds these first, since
@@ -336,12 +401,42 @@ class Devices {
   std::string on_cpu_;
 };
 
+// Operators whose results have a size that the data decide, or a value that the host gets.
+const std::set<std::string> WAIT_FOR_DATA = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount",
+    "aten::equal", "aten::is_nonzero", "aten::allclose", "aten::multinomial"};
+
+// Of an index: a mask is looked for its places, which the host waits for, unless one number is put there; an index on
+// the CPU is copied.
+void count_indices(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
+  const bool fills = arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().numel() == 1;
+  for (const std::optional<Tensor>& each : arguments[1].toOptionalTensorList()) {
+    if (!each || !each->defined()) continue;
+    const bool is_mask = each->scalar_type() == at::kBool || each->scalar_type() == at::kByte;
+    if (each->is_cuda() && is_mask && !fills) {
+      count_launch("aten::nonzero");
+      count_synchronization(name + " by a mask");
+    } else if (!each->is_cuda()) {
+      counts.bytes_to_device += static_cast<int64_t>(each->nbytes());
+      count_synchronization(name + " by the host's index");
+    }
+  }
+}
+
+void count_operator(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
+  if (in_kernel) return;
+  const std::string& name = op.operator_name().name;
+  count_launch(name);
+  if (WAIT_FOR_DATA.count(name)) count_synchronization(name);
+  if (arguments.size() > 1 && arguments[1].isOptionalTensorList()) count_indices(name, arguments);
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  Devices(op).check(torch::jit::last(*stack, op.schema().arguments().size()));
-  struct Inside {
-    bool before = std::exchange(in_kernel, true);
-    ~Inside() { in_kernel = before; }
-  } inside;
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  Devices(op).check(arguments);
+  count_operator(op, arguments);
+  const Kernel kernel;
   at::native::cpu_fallback(op, stack, /*error_on_views=*/true);
 }
 
@@ -382,6 +477,8 @@ const auto replaced = [] {
 std::tuple<Tensor, Tensor> rms_norm_backward(
     const Tensor& gradient, const Tensor& input, at::IntArrayRef shape, const Tensor& scale,
     const std::optional<Tensor>& weight, std::array<bool, 2>) {
+  count_launch("aten::_fused_rms_norm_backward");
+  const Kernel kernel;
   std::vector<int64_t> normed_dims, other_dims;
   for (int64_t dim = 0; dim < input.dim(); ++dim)
     (dim < input.dim() - static_cast<int64_t>(shape.size()) ? other_dims : normed_dims).push_back(dim);
@@ -427,4 +524,30 @@ const bool are_set = [] {
 
 }  // namespace
 
-extern "C" void pretended_cuda_synchronize() { synchronize(); }
+// --- for Python ---------------------------------------------------------------------------------------------------
+
+extern "C" {
+
+void pretended_cuda_synchronize() { synchronize_on_request(); }
+
+// What this process has asked for since its start, but for the peak: since the last call.
+void pretended_cuda_counts(Counts* into) {
+  *into = counts;
+  counts.peak = counts.allocated;
+}
+
+// "name count" lines, of this process.
+const char* pretended_cuda_operators() {
+  static std::string lines;
+  lines.clear();
+  for (const auto& [name, count] : operators) lines += name + " " + std::to_string(count) + "\n";
+  return lines.c_str();
+}
+
+void pretended_cuda_begin_kernel(const char* name) {
+  count_launch(name);
+  ++in_kernel;
+}
+
+void pretended_cuda_end_kernel() { end_kernel(); }
+}

@@ -1,8 +1,17 @@
-"""torch.cuda of a process, over the pretended device (device.cpp). Streams run in order, on one thread."""
+"""torch.cuda of a process, over the pretended device (device.cpp). Streams run in order, on one thread.
+
+``counts`` says what the process has asked of the device. A launch is an operator that computes or writes on the device:
+views and allocations are none. Calls of Transformer Engine's and apex's extensions, of a Triton kernel, of NCCL and of
+a function that torch.compile fuses are one launch each, whatever they are computed with here.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
+import functools
+import os
 import types
 
 CAPABILITY = (9, 0)
@@ -10,10 +19,62 @@ MEMORY = 80 << 30
 chosen: list[int] = []
 """What ``torch.cuda.set_device`` was called with in this process."""
 
+collectives: collections.Counter[str] = collections.Counter()
+"""This process's collectives among several ranks: how many by name, and the "bytes" of their tensors."""
+
+
+class Counts(ctypes.Structure):
+    """What a process has asked of its device. ``peak``: of allocated bytes, since the last ``counts()``."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in (
+        "launches", "synchronizations", "bytes_to_device", "bytes_to_host", "allocated", "peak")]  # fmt: skip
+
+
+@functools.cache
+def _library():
+    library = ctypes.CDLL(os.environ["PRETENDED_CUDA"])
+    library.pretended_cuda_operators.restype = ctypes.c_char_p
+    return library
+
+
+def counts() -> Counts:
+    found = Counts()
+    _library().pretended_cuda_counts(ctypes.byref(found))
+    return found
+
+
+def operators() -> collections.Counter[str]:
+    """Launches by name, and synchronisations by "sync: " and their reason."""
+    lines = _library().pretended_cuda_operators().decode().splitlines()
+    return collections.Counter({name: int(count) for name, _, count in (line.rpartition(" ") for line in lines)})
+
+
+@contextlib.contextmanager
+def kernel(name: str):
+    """What is done inside is one launch."""
+    _library().pretended_cuda_begin_kernel(name.encode())
+    try:
+        yield
+    finally:
+        _library().pretended_cuda_end_kernel()
+
+
+def as_kernel(function):
+    """The function, each call of which is one launch."""
+
+    @functools.wraps(function)
+    def call(*arguments, **named):
+        with kernel(function.__name__):
+            return function(*arguments, **named)
+
+    return call
+
 
 def install(torch, library) -> None:
     """``library``: device.cpp's."""
     _replace_cuda(torch, library.pretended_cuda_synchronize)
+    # Of Megatron's functions, whose backward passes are functions that are compiled as well.
+    torch.compile = lambda function=None, **_: as_kernel(function) if function else as_kernel
     _replace_nccl(torch)
 
 
@@ -142,6 +203,7 @@ def refuse_pointers_of_the_host(interpreter) -> None:
         for place, value in enumerate([*arguments, *named.values()]):
             if getattr(getattr(value, "device", None), "type", "cuda") != "cuda":
                 raise ValueError(f"Pointer argument (at {place}) cannot be accessed from Triton (cpu tensor?)")
-        return call(self, *arguments, **named)
+        with kernel(getattr(self.fn, "__name__", "a Triton kernel")):
+            return call(self, *arguments, **named)
 
     interpreter.GridExecutor.__call__ = strict

@@ -66,6 +66,7 @@ class ProcessGroupNCCL(ProcessGroup):
         pass
 
     def barrier(self, opts=None):
+        torch.cuda.synchronize()
         return self.allreduce([torch.zeros(1, device="cuda")])
 
     def _over_gloo(self, operation: str, *arguments: object):
@@ -86,16 +87,21 @@ class ProcessGroupNCCL(ProcessGroup):
                 there[id(value)] = value, value.detach().cpu()
             return there[id(value)][1]
 
-        work = getattr(self._gloo, operation)(*map(on_host, arguments))
-        if operation == "send":  # the receiver may send first
-            self._sent.append((work, there))
-            return work
-        work.wait()
-        results = _flat(arguments[0])
-        with torch.no_grad():
-            for tensor in results:
-                tensor.copy_(there[id(tensor)][1])
-        return _finished(results)
+        if self._size > 1:
+            # A gather's results and a scatter's inputs are larger than what a rank gives or gets.
+            sizes = (sum(tensor.nbytes for tensor in _flat(value)) for value in arguments)
+            pretended_cuda.collectives.update({operation: 1, "bytes": max(sizes)})
+        with pretended_cuda.kernel(f"nccl {operation}"):
+            work = getattr(self._gloo, operation)(*map(on_host, arguments))
+            if operation == "send":  # the receiver may send first
+                self._sent.append((work, there))
+                return work
+            work.wait()
+            results = _flat(arguments[0])
+            with torch.no_grad():
+                for tensor in results:
+                    tensor.copy_(there[id(tensor)][1])
+            return _finished(results)
 
 
 def _operation(name: str):

@@ -6,6 +6,7 @@ import os
 from enum import IntEnum
 
 import torch
+from pretended_cuda import as_kernel
 
 # --- enumerations -------------------------------------------------------------------------------------------------
 
@@ -55,6 +56,7 @@ DTYPES = {DType.kFloat32: torch.float32, DType.kBFloat16: torch.bfloat16, DType.
 # --- products and norms -------------------------------------------------------------------------------------------
 
 
+@as_kernel
 def generic_gemm(
     a, transpose_a, b, transpose_b, out, quantizer, out_dtype, bias, bias_dtype, gelu, gelu_in, grad, workspace,
     workspace_size, accumulate, *_, **__,
@@ -96,12 +98,14 @@ def te_general_grouped_gemm(
     return found if grad else bias
 
 
+@as_kernel
 def rmsnorm_fwd(x, weight, eps, out, quantizer, out_dtype, sm_margin, zero_centered):
     scale = x.float().square().mean(-1).add(eps).rsqrt()
     y = (x.float() * scale[..., None] * _norm_weight(weight, zero_centered)).to(x.dtype)
     return y if out is None else out.copy_(y), None, scale
 
 
+@as_kernel
 def rmsnorm_bwd(grad, x, scale, weight, sm_margin, zero_centered):
     grad, normed = grad.reshape(x.shape).float(), x.float() * scale[..., None]
     of_weight = (grad * normed).reshape(-1, x.shape[-1]).sum(0).to(weight.dtype)
@@ -138,6 +142,7 @@ def get_fused_attn_backend(asked) -> tuple[NVTE_Fused_Attn_Backend, str]:
     return NVTE_Fused_Attn_Backend.NVTE_No_Backend, "not rehearsed"
 
 
+@as_kernel
 def fused_attn_fwd(
     max_q, max_kv, is_training, scale, dropout, zero_fill, layout, out_format, scale_format, bias_type, mask, softmax,
     window, bottom_right, cu_q, cu_kv, q, k, v, dtype, cu_q_padded, cu_kv_padded, *_,
@@ -148,6 +153,7 @@ def fused_attn_fwd(
     return [out, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)]
 
 
+@as_kernel
 def fused_attn_bwd(
     max_q, max_kv, scale, dropout, zero_fill, layout, out_format, grad_format, grads_layout, scale_format,
     grad_scale_format, bias_type, mask, softmax, window, bottom_right, deterministic, cu_q, cu_kv, q, k, v, out, grad,
@@ -206,14 +212,17 @@ def _rotate_all(x, angles, layout, cu_seqlens, sign):
     return _rotate(x, angles[: x.shape[0]] if by_position else angles[: x.shape[1]].transpose(0, 1), sign)
 
 
+@as_kernel
 def fused_rope_forward(x, angles, start, layout, interleaved, cu_seqlens, cp_size, cp_rank):
     return _rotate_all(x, angles, layout, cu_seqlens, 1)
 
 
+@as_kernel
 def fused_rope_backward(grad, angles, start, layout, interleaved, cu_seqlens, cp_size, cp_rank, *_):
     return _rotate_all(grad, angles, layout, cu_seqlens, -1)
 
 
+@as_kernel
 def convert_thd_to_bshd(x, cu_seqlens, rows, length):
     out = x.new_zeros(rows, length, *x.shape[1:])
     for row, part in enumerate(x.split(cu_seqlens.diff().tolist())):
@@ -221,6 +230,7 @@ def convert_thd_to_bshd(x, cu_seqlens, rows, length):
     return out
 
 
+@as_kernel
 def convert_bshd_to_thd(x, cu_seqlens, tokens):
     return torch.cat([x[row, :length] for row, length in enumerate(cu_seqlens.diff().tolist())])
 
@@ -228,11 +238,16 @@ def convert_bshd_to_thd(x, cu_seqlens, tokens):
 # --- many tensors at a time ---------------------------------------------------------------------------------------
 
 
+@as_kernel
 def multi_tensor_scale(chunk, overflow, lists, scale):
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
 
 
+multi_tensor_scale_tensor = multi_tensor_scale
+
+
+@as_kernel
 def multi_tensor_l2norm(chunk, overflow, lists, per_tensor=False):
     norms = [tensor.float().norm() for tensor in lists[0]]
     each = torch.stack(norms) if norms else overflow.new_zeros(1).float()
@@ -242,6 +257,7 @@ def multi_tensor_l2norm(chunk, overflow, lists, per_tensor=False):
 multi_tensor_unscale_l2norm = multi_tensor_l2norm
 
 
+@as_kernel
 def multi_tensor_adam(chunk, overflow, lists, lr, beta1, beta2, eps, step, mode, bias_correction, weight_decay, *_):
     """mode: 1 for decoupled weight decay (AdamW), which is the only one that is asked for."""
     if mode != 1:
