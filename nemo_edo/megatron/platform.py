@@ -118,8 +118,10 @@ def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The host's tensor on the device."""
-    return tensor.to(device) if device.type == "cpu" else tensor.contiguous().pin_memory().to(device, non_blocking=True)
+    """The tensor on the device."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.contiguous().pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def fetched(*tensors: Tensor) -> list[Tensor]:
