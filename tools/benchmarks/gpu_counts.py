@@ -3,8 +3,8 @@ synchronisations, transfers, memory and collectives, next to a bare Megatron loo
 
     python -m tests.rehearsal tools/benchmarks/gpu_counts.py --into docs/performance.md
 
-writes the tables between that file's two marks. A number per micro-batch or token is the difference of two runs, of 2
-and 4 micro-batches or of 4 and 8 tokens; what is left of them is the number per step. Models have 2 and 4 layers, and
+writes the tables between that file's two marks. A number per micro-batch or token is the difference of two runs, of 1
+and 2 micro-batches or of 4 and 8 tokens; what is left of them is the number per step. Models have 2 and 4 layers, and
 each further layer asks for what the last two do.
 """
 
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import importlib
 import math
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,11 +27,11 @@ from unittest import mock
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 64}
 MODELS = {
     "Llama": ("llama", {}),
-    "Qwen3-MoE": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}),
+    "Qwen3-MoE": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}),
 }
 LAYERS = {"Llama": 32, "Qwen3-MoE": 48}
 """Of Llama-3-8B and Qwen3-30B-A3B."""
-ROWS, LENGTH = 2, 24
+ROWS, LENGTH = 2, 10
 """Of a micro-batch, the same in each: so that none differs from another."""
 LAYOUTS = {
     "two data-parallel": {"use_distributed_optimizer": True},
@@ -241,7 +242,7 @@ def bare_step(policy, batch, phases: Phases) -> None:
 
 
 def training(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
-    """Counts of each part's phases with 2 and 4 micro-batches a rank, and the peaks of memory with 4."""
+    """Counts of each part's phases with 1 and 2 micro-batches a rank, and the peaks of memory with 2."""
     import pretended_cuda
     from megatron.core import parallel_state
 
@@ -249,7 +250,7 @@ def training(folder: Path, parallelism: dict[str, int]) -> dict[str, Any]:
     rank_policy, ranks = RankPolicy(model), parallel_state.get_data_parallel_world_size()
     found: dict[str, Any] = {}
     for name in ("train_step", "logprobs", "reference_logprobs", "bare"):
-        for micro_batches in (2, 2, 4):  # the first one allocates what is kept
+        for micro_batches in (1, 1, 2):  # the first one allocates what is kept
             batch = batch_of(micro_batches * ranks)
             before = pretended_cuda.counts().allocated
             with counting(TRAINING) as phases:
@@ -353,7 +354,7 @@ def training_tables(found: dict[str, dict]) -> list[str]:
         for model, results in found.items():
             for name, label in (("train_step", "nemo_edo"), ("bare", "Megatron")):
                 head.append(f"{model}, {label}")
-                columns.append(each_and_fixed(results, name, 2, 4)[place])
+                columns.append(each_and_fixed(results, name, 1, 2)[place])
         names = dict.fromkeys(name for column in columns for name in column)
         rows: list[list[object]] = [[name, *(_cell(column.get(name)) for column in columns)] for name in names]
         rows = [row for row in rows if any(cell not in ("", "0") for cell in row[1:])]
@@ -361,7 +362,7 @@ def training_tables(found: dict[str, dict]) -> list[str]:
     rows = []
     for model, results in found.items():
         for name, label in PASSES.items():
-            each, fixed = map(total, each_and_fixed(results, name, 2, 4))
+            each, fixed = map(total, each_and_fixed(results, name, 1, 2))
             transfers = [each["bytes_to_device"], each["bytes_to_host"], fixed["bytes_to_device"]]
             rows.append([f"{model}, {label}", _cell(each), _cell(fixed), *map(float, transfers),
                          float(fixed["bytes_to_host"]), float(results[name, "peak"])])  # fmt: skip
@@ -382,7 +383,7 @@ def collectives_table(found: dict[str, dict]) -> list[str]:
     rows = []
     for layout, results in found.items():
         for name, label in (("train_step", "nemo_edo"), ("bare", "Megatron")):
-            each, fixed = map(total, each_and_fixed(results, name, 2, 4))
+            each, fixed = map(total, each_and_fixed(results, name, 1, 2))
             numbers = (counts[key] for counts in (each, fixed) for key in ("collectives", "collective_bytes"))
             rows.append([f"{layout}, {label}", *map(float, numbers), float(fixed["synchronizations"])])
     head = ["Llama on two ranks", "collectives, a micro-batch", "bytes", "collectives, the rest", "bytes",
@@ -419,6 +420,7 @@ def main() -> None:
                 one.run("gpu_counts:write_model", folder=path, name=model, layers=number)
             name = f"{model}, {layers} layers"
             for counted, case, how in ((trained, "training", {"parallelism": {}}), (decoded, "decoding", {"rows": 4})):
+                print(name, case, file=sys.stderr, flush=True)
                 found = {number: one.run(f"gpu_counts:{case}", folder=path, **how)[0] for number, path in few.items()}
                 counted[name] = of_layers(found, layers)
         with WorkerPool(2, environment={}) as two:
