@@ -52,7 +52,7 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
     """The scored samples of ``here.iteration``, which the store has when this returns."""
     t = here.iteration
     samples = generate_samples(run, plan, here) if run.given is None else stored_samples(plan, t, run.given)
-    run.store.write(t, samples.everything, rank=0, world_size=1)
+    run.store.write(t, samples.everything)
     if not samples.kept:
         groups = len(samples.everything) // plan.sampling.samples_per_prompt
         raise UserError(

@@ -23,7 +23,7 @@ from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model, weight_files
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.disk_space import estimate_bytes, free_bytes
+from nemo_edo.rollouts.store import estimate_bytes, free_bytes
 from nemo_edo.utils.files import check_folder
 
 SHOWN_STAGES = 8

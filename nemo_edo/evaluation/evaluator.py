@@ -11,18 +11,14 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
-from nemo_edo.evaluation.problem_metrics import plain_metrics
 from nemo_edo.evaluation.results import (
     AT_BEST,
     BEST_TEMPERATURE,
     GREEDY,
     NOTHING,
     OF_ANSWERS,
-    POOLED,
     SAMPLED_ENTROPY,
     Evaluation,
     Sums,
@@ -30,8 +26,9 @@ from nemo_edo.evaluation.results import (
     kind_at,
     plain_name,
 )
+from nemo_edo.evaluation.samples import Samples, meaningless, plain_metrics, votes
 from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
-from nemo_edo.metrics import pass_at_k, pooled_distinct, vote_success
+from nemo_edo.metrics import pass_at_k
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 
 FEW_WELL_FORMED = 0.05
@@ -103,28 +100,29 @@ class Evaluator:
         Returns the evaluation and the first rollout's scored responses at the first temperature, for the report's
         examples.
         """
-        samples, (main, *others) = self.config.samples, self.config.temperature
-        greedy = self._scored(GREEDY, requests[:: rollouts * samples], 0.0, self.problems)
-        rows, found = self._rows(requests, main, greedy, rollouts)
-        first = [item for responses in found for item in responses[:samples]]
-        everything, measured = [*greedy, *(one for responses in found for one in responses)], {main: rows}
+        each, (main, *others) = self.config.samples, self.config.temperature
+        greedy = Samples.of_scored(self._scored(GREEDY, requests[:: rollouts * each], 0.0, self.problems), 1)
+        rows, sampled, scored = self._measured(requests, main, rollouts, greedy)
+        first = [item for responses in minibatches(scored, rollouts * each) for item in responses[:each]]
+        measured, everything = {main: rows}, [greedy, sampled]
         for temperature in others:
-            measured[temperature], found = self._rows(requests, temperature, None, rollouts)
-            everything += [one for responses in found for one in responses]
+            measured[temperature], sampled, _ = self._measured(requests, temperature, rollouts, None)
+            everything.append(sampled)
         named = [(at_temperature(temperature), measured[temperature]) for temperature in others]
-        has_answers = any(item.answer is not None for item in everything)
+        unneeded = meaningless(*everything)
+        has_answers = not unneeded.issuperset(OF_ANSWERS)
         if tuning is not None and has_answers:
-            votes = self.tuned(tuning)
-            best = max(measured, key=votes.get)  # the first of equals
+            means = self.tuned(tuning)
+            best = max(measured, key=means.get)  # the first of equals
             named += [(AT_BEST, measured[best]), ("", [{BEST_TEMPERATURE: (best, 1.0)}] * len(rows))]
         # Of another temperature all but the greedy accuracy is kept, and pass@k of the largest k alone.
-        left_out = {"greedy_accuracy", *(f"pass@{k}" for k in range(1, samples))}
+        left_out = {"greedy_accuracy", *(f"pass@{k}" for k in range(1, each))}
         for suffix, others_rows in named:
             rows = [
                 row | {name + suffix: value for name, value in other.items() if name not in left_out}
                 for row, other in zip(rows, others_rows, strict=True)
             ]
-        formed = sum(one.well_formed for one in everything) / len(everything)
+        formed = sum(one.well_formed.sum() for one in everything) / sum(one.well_formed.size for one in everything)
         if formed < FEW_WELL_FORMED:
             warnings.warn(
                 f"{arm}: {formed:.1%} of the responses state an answer in the form that the scorer reads. Likely "
@@ -133,49 +131,39 @@ class Evaluator:
                 "(sampling.max_new_tokens)",
                 stacklevel=2,
             )
-        unneeded = dict.fromkeys((f"vote@{samples}", *OF_ANSWERS), not has_answers) | {
-            "abstained": all(item.has_verdict for item in everything),
-            "reward": all(item.reward == item.success for item in everything),
-        }
-        rows = [{name: sums for name, sums in row.items() if not unneeded.get(plain_name(name))} for row in rows]
+        unneeded |= set() if has_answers else {f"vote@{each}"}
+        rows = [{name: sums for name, sums in row.items() if plain_name(name) not in unneeded} for row in rows]
         return Evaluation.of_rows(arm, [problem.id for problem in self.problems], rows, temperature=main), first
 
     def tuned(self, tuning: Tuning) -> dict[float, float]:
         """Each temperature's mean vote over N = ``config.samples`` responses to the tuning problems."""
-        vote, means = f"vote@{self.config.samples}", {}
+        means = {}
         for temperature in self.config.temperature:
             kind = kind_at(temperature, self.config, tuning=True)
             scored = self._scored(kind, tuning.requests, temperature, tuning.problems)
-            of_problem = minibatches(scored, self.config.samples)
-            votes = [_metrics([responses], None)[vote] for responses in of_problem]
-            sums, counts = map(math.fsum, zip(*votes, strict=True))
+            found = votes(Samples.of_scored(scored, self.config.samples), self.config.samples)
+            sums, counts = map(math.fsum, zip(*found, strict=True))
             means[temperature] = sums / counts if counts else 0.0  # a judge may have abstained on all of them
         return means
 
-    def _rows(
-        self,
-        requests: Sequence[GenerationRequest],
-        temperature: float,
-        greedy: Sequence[ScoredRollout] | None,
-        rollouts: int,
-    ) -> tuple[list[Sums], list[list[ScoredRollout]]]:
-        """The metrics at a temperature, and the responses that they are of, both by problem."""
-        samples = self.config.samples
+    def _measured(
+        self, requests: Sequence[GenerationRequest], temperature: float, rollouts: int, greedy: Samples | None
+    ) -> tuple[list[Sums], Samples, list[ScoredRollout]]:
+        """Each problem's metrics at a temperature, and the responses that they are of."""
+        each = self.config.samples
         scored = self._scored(kind_at(temperature, self.config), requests, temperature, self.problems)
-        of_problem = minibatches(scored, rollouts * samples)
+        sampled = Samples.of_scored(scored, rollouts * each)
+        rows = plain_metrics(sampled, each, greedy)
         if self.policy is not None:
-            name, entropies = "entropy", self._entropies(of_problem, temperature)
-        else:
-            logprobs = [[p for one in responses for p in one.rollout.response_logprobs] for responses in of_problem]
-            name, entropies = SAMPLED_ENTROPY, [(-math.fsum(one), float(len(one))) for one in logprobs]
-        of_all = pooled_distinct([item.rollout.response_ids for item in responses] for responses in of_problem)
-        pooled = zip(*(values.tolist() for values in of_all), strict=True)
-        columns = (of_problem, greedy or [None] * len(of_problem), entropies, pooled)
-        rows = [
-            {**_metrics(minibatches(responses, samples), answer), POOLED: distinct, name: entropy}
-            for responses, answer, entropy, distinct in zip(*columns, strict=True)
-        ]
-        return rows, of_problem
+            for row, entropy in zip(rows, self._entropies(scored, rollouts, temperature), strict=True):
+                del row[SAMPLED_ENTROPY]
+                row["entropy"] = entropy
+        for row, vote in zip(rows, votes(sampled, each), strict=True):
+            row[f"vote@{each}"] = vote
+            correct, judged = map(int, row["accuracy"])
+            for k in range(1, each + 1):
+                row[f"pass@{k}"] = (pass_at_k(judged, correct, k), 1.0) if k <= judged else NOTHING
+        return rows, sampled, scored
 
     def _scored(
         self, kind: str, requests: Sequence[GenerationRequest], temperature: float, problems: Sequence[Problem]
@@ -184,36 +172,14 @@ class Evaluator:
         return self.keeping.responses(kind, requests, self.engine, self.scorer, sampling, problems)
 
     def _entropies(
-        self, of_problem: Sequence[Sequence[ScoredRollout]], temperature: float
+        self, scored: Sequence[ScoredRollout], rollouts: int, temperature: float
     ) -> list[tuple[float, float]]:
         """(sum of entropies, tokens) of each problem's responses in the first rollout."""
-        samples = self.config.samples
-        first = [item.rollout for responses in of_problem for item in responses[:samples]]
+        each = self.config.samples
+        of_problem = minibatches(scored, rollouts * each)
+        first = [item.rollout for responses in of_problem for item in responses[:each]]
         batch = build_batch([(one.prompt_ids, one.response_ids) for one in first], pad_id=self.pad_id)
         _, entropies = self.policy.logprobs(batch, temperature=temperature)
-        sums = (entropies * batch.mask).sum(dim=1).reshape(-1, samples).sum(dim=1)
-        counts = batch.mask.sum(dim=1).reshape(-1, samples).sum(dim=1)
+        sums = (entropies * batch.mask).sum(dim=1).reshape(-1, each).sum(dim=1)
+        counts = batch.mask.sum(dim=1).reshape(-1, each).sum(dim=1)
         return list(zip(sums.tolist(), counts.tolist(), strict=True))
-
-
-def _metrics(rollouts: Sequence[Sequence[ScoredRollout]], greedy: ScoredRollout | None) -> Sums:
-    responses, samples = [item for rollout in rollouts for item in rollout], len(rollouts[0])
-    answers, tokens = ([one.answer for one in responses], [one.rollout.response_ids for one in responses])
-    of_greedy = None if greedy is None else float(greedy.success) if greedy.has_verdict else math.nan
-    found = plain_metrics(
-        samples,
-        of_greedy,
-        tokens,
-        answers,
-        rewards_N=np.array([one.reward for one in responses], dtype=float),
-        successes_N=np.array([one.success for one in responses], dtype=bool),
-        has_verdict_N=np.array([one.has_verdict for one in responses], dtype=bool),
-        well_formed_N=np.array([one.well_formed for one in responses], dtype=bool),
-    )
-    voting = [[item for item in rollout if item.has_verdict] for rollout in rollouts]
-    votes = [vote_success([one.answer for one in given], [one.success for one in given]) for given in voting if given]
-    found[f"vote@{samples}"] = (sum(votes) / len(votes), 1.0) if votes else NOTHING
-    correct, judged = map(int, found["accuracy"])
-    for k in range(1, samples + 1):
-        found[f"pass@{k}"] = (pass_at_k(judged, correct, k), 1.0) if k <= judged else NOTHING
-    return found

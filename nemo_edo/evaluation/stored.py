@@ -8,7 +8,6 @@ Dimensions: P problems, N responses to each.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.problem_metrics import plain_metrics
 from nemo_edo.evaluation.results import (
     JUDGE_AND_RULES,
     NOTHING,
@@ -29,9 +27,9 @@ from nemo_edo.evaluation.results import (
     paired_interval,
     short_interval,
 )
-from nemo_edo.metrics import Interval, holm, pooled_distinct
+from nemo_edo.evaluation.samples import Samples, meaningless, plain_metrics
+from nemo_edo.metrics import Interval, holm
 from nemo_edo.metrics.paired import cohen_kappa
-from nemo_edo.rollouts.arrays import Samples
 from nemo_edo.test_time.best_of_n import aggregate_steps
 from nemo_edo.test_time.curves import Circles, best_of_curve, pass_curve, vote_curve
 
@@ -116,40 +114,18 @@ def analyse(
             f"{arm}: {total} responses to each problem are stored, which evaluation.samples={each} does not divide; "
             "give the evaluation.samples that they were generated with"
         )
-    pooled = pooled_distinct(sampled.responses(place) for place in range(len(sampled.problems)))
-    rows: list[Sums] = []
-    for place in range(len(sampled.problems)):
-        of_greedy = float(greedy.successes[place, 0]) if greedy.has_verdict[place, 0] else math.nan
-        plain = plain_metrics(
-            each,
-            of_greedy,
-            sampled.responses(place),
-            sampled.answers[place],
-            rewards_N=sampled.rewards[place],
-            successes_N=sampled.successes[place],
-            has_verdict_N=sampled.has_verdict[place],
-            well_formed_N=sampled.well_formed[place],
-        )
+    rows = plain_metrics(sampled, each, greedy)
+    for place, row in enumerate(rows):
         compared = sampled.rules[place] >= 0
         judge, rules = sampled.rewards[place, compared] == 1, sampled.rules[place, compared] == 1
-        entropy = -float(sampled.logprobs[place].sum())
         agreement = ((judge == rules).sum(), judge.sum(), rules.sum())
-        rows.append({
-            **plain,
-            SAMPLED_ENTROPY: NOTHING if math.isnan(entropy) else (entropy, float(sampled.lengths[place].sum())),
-            **{n: (float(c), float(compared.sum())) for n, c in zip(JUDGE_AND_RULES, agreement, strict=True)},
-            POOLED: (float(pooled[0][place]), float(pooled[1][place])),
-            **_curves(sampled, place, {name: scores_PN[place] for name, scores_PN in scores.items()}, subsets, seed),
-        })  # fmt: skip
-    unneeded = {f"weighted@{k}/{name}" for name, scores_PN in scores.items() if not weighs(scores_PN)
-                for k in range(1, total + 1)}  # fmt: skip
-    if sampled.has_verdict.all() and greedy.has_verdict.all():
-        unneeded.add("abstained")
-    if all(answer is None for answer in sampled.answers.flat):
-        unneeded.update(OF_ANSWERS, *({f"majority@{k}", *(f"weighted@{k}/{name}" for name in scores)}
-                                      for k in range(1, total + 1)))  # fmt: skip
-    if (sampled.rewards == sampled.successes).all():
-        unneeded.add("reward")
+        row |= {n: (float(c), float(compared.sum())) for n, c in zip(JUDGE_AND_RULES, agreement, strict=True)}
+        row |= _curves(sampled, place, {name: scores_PN[place] for name, scores_PN in scores.items()}, subsets, seed)
+    unneeded = meaningless(greedy, sampled)
+    unneeded.update(name for name in rows[0] for score, scores_PN in scores.items()
+                    if re.fullmatch(r"weighted@\d+/" + re.escape(score), name) and not weighs(scores_PN))  # fmt: skip
+    if unneeded.issuperset(OF_ANSWERS):
+        unneeded.update(name for name in rows[0] if name.startswith(("majority@", "weighted@")))
     if (sampled.rules < 0).all():
         unneeded.update(JUDGE_AND_RULES)
     kept_rows = [{name: pair for name, pair in row.items() if name not in unneeded} for row in rows]

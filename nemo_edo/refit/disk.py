@@ -22,7 +22,7 @@ from nemo_edo.refit.servers import (
     require_weights,
     reset_prefix_cache,
 )
-from nemo_edo.rollouts.disk_space import free_bytes
+from nemo_edo.rollouts.store import free_bytes
 from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker

@@ -66,13 +66,11 @@ def _score(stored: StoredRun, about: RewardFolder, maker: str, name: str, arm: s
     if pending:
         with _scorer(about, cfg, stored.folder.path / "servers" / f"scores_{name}") as scorer:
             for store, kind, label, scores, missing_scores in pending:
-                number = len(list(store.folder.glob(f"{kind}.parts/part_*.parquet"))) if scores else 0
                 for part in minibatches(missing_scores, cfg.part_size):
                     found = scores_or_zeros(scorer, [parts for _, parts in part], about.max_length)
                     found = dict(zip((key for key, _ in part), found, strict=True))
-                    store.write_part(kind, number, found, **label)
+                    store.write_part(kind, found, **label)
                     scores |= found
-                    number += 1
                 store.write(kind, scores, **label)
     return lines
 

@@ -52,7 +52,6 @@ class Parts:
         self.earlier = store.stored(iteration)
         """What an earlier process has generated and scored, in the order in which it was asked for up to whole calls
         of ``responses``."""
-        self._written = store.parts(iteration)
         self._taken = self._tokens = 0
         self._seconds = 0.0
 
@@ -143,8 +142,7 @@ class Parts:
         except PartlyGenerated as partly:
             scored, gave_up = partly.responses, partly
         if scored:
-            self._store.write_part(self._iteration, self._written, scored)
-            self._written += 1
+            self._store.write_part(self._iteration, scored)
         if gave_up is not None:
             raise PartlyGenerated(str(gave_up), scored) from gave_up
         return scored

@@ -1,7 +1,7 @@
-"""Scored rollouts on disk, as Parquet: ``iter_00003/rank_0_of_2.parquet``, one row for each response.
+"""Scored rollouts on disk, as Parquet: ``iter_00003/rank_0_of_1.parquet``, one row for each response.
 
-While an iteration's responses are generated, those that have ended are in ``iter_00003/parts/part_00000.parquet`` and
-so on, in the order in which they ended.
+Earlier versions wrote a file (shard) for each of several ranks, which are read as well. While an iteration's responses
+are generated, those that have ended are in ``iter_00003/parts/part_00000.parquet`` and so on, in that order.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.disk_space import DiskSpaceError
-from nemo_edo.rollouts.parquet_tables import DAMAGED
+from nemo_edo.rollouts.parquet_tables import DAMAGED, write_table
 from nemo_edo.types import Rollout, ScoredRollout
-from nemo_edo.utils.files import replacing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,9 +58,9 @@ _TOKENIZER = b"nemo_edo.tokenizer"
 
 
 class RolloutStore:
-    """The rollouts of a run, a folder for each iteration and a file (shard) for each data-parallel rank.
+    """The rollouts of a run, a folder for each iteration.
 
-    pandas and DuckDB read the shards as they are. Log-probabilities are kept in float32, seeds must fit in int64.
+    pandas and DuckDB read the files as they are. Log-probabilities are kept in float32, seeds must fit in int64.
 
     tokenizer: the identity of the one that the token ids belong to (``tokenizer_identity``). It is written into every
     file, and a file that names another one is not read.
@@ -72,29 +70,24 @@ class RolloutStore:
         self.folder = Path(folder)
         self.tokenizer = tokenizer
 
-    def write(self, iteration: int, scored: Sequence[ScoredRollout], *, rank: int, world_size: int) -> Path:
-        """Writes this rank's shard and returns its path; a reader sees the whole file or none.
+    def write(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
+        """Writes the iteration's file and returns its path; a reader sees the whole file or none.
 
-        Raises DiskSpaceError if the disk or the quota is full, any other OSError as it is, and ValueError for a rank
-        outside the world (``read`` would pass over its shard).
+        Raises UserError if the disk or the quota is full, and any other OSError as it is.
         """
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}, expected 0 to {world_size - 1} (world_size = {world_size})")
         folder = self._iteration_folder(iteration)
-        path = folder / f"rank_{rank}_of_{world_size}.parquet"
+        path = folder / "rank_0_of_1.parquet"
         self._write(path, iteration, scored)
         shutil.rmtree(folder / "parts", ignore_errors=True)  # the shard has them all
         return path
 
-    def write_part(self, iteration: int, part: int, scored: Sequence[ScoredRollout]) -> Path:
-        """Writes a part of an iteration that is being generated, in whole or not at all; errors as of ``write``."""
-        path = self._iteration_folder(iteration) / "parts" / f"part_{part:05d}.parquet"
+    def write_part(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
+        """Writes the next part of an iteration that is being generated, in whole or not at all; errors as of
+        ``write``."""
+        number = len(self._part_files(iteration))
+        path = self._iteration_folder(iteration) / "parts" / f"part_{number:05d}.parquet"
         self._write(path, iteration, scored)
         return path
-
-    def parts(self, iteration: int) -> int:
-        """The number of parts of an iteration that is being generated."""
-        return len(self._part_files(iteration))
 
     def stored(self, iteration: int) -> list[ScoredRollout]:
         """The iteration's responses on disk so far, in the order in which they were written: its shards, otherwise its
@@ -128,15 +121,10 @@ class RolloutStore:
     def read(self, iteration: int) -> list[ScoredRollout]:
         """All ranks' rollouts, sorted by (problem_id, sample_index).
 
-        Raises UserError if a shard is missing, damaged or of another tokenizer, if there are shards of several world
-        sizes, or if two rollouts have the same (problem_id, sample_index).
+        Raises UserError if a shard is missing, damaged or of another tokenizer, or has another number of ranks.
         """
         scored = [row for path in self._shards(iteration) for row in self._read_rows(path)]
-        scored.sort(key=_key)
-        for one, following in itertools.pairwise(scored):
-            if _key(one) == _key(following):
-                raise UserError(f"{self._iteration_folder(iteration)}: problem and sample {_key(one)} occur twice")
-        return scored
+        return sorted(scored, key=lambda one: (one.rollout.problem_id, one.rollout.sample_index))
 
     def read_table(self, iteration: int, columns: Sequence[str]) -> pa.Table:
         """Some columns of all ranks' rollouts, in the order in which they were written; errors as of ``read``."""
@@ -186,13 +174,11 @@ class RolloutStore:
         schema = _SCHEMA if self.tokenizer is None else _SCHEMA.with_metadata({_TOKENIZER: self.tokenizer})
         table = pa.Table.from_pylist([_to_row(one) for one in scored], schema=schema)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as file:
-                pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+            write_table(path, table)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            raise DiskSpaceError(
+            raise UserError(
                 f"{path.parent}: no space left for {len(scored)} rollouts of iteration {iteration}; "
                 "free some space and resume the run"
             ) from error
@@ -238,6 +224,37 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{digest} ({len(tokenizer)} tokens)"
 
 
+def estimate_bytes(num_rollouts: int, max_prompt: int, max_response: int) -> int:
+    """An upper bound, in bytes, of the disk space of rollouts with the given lengths in tokens.
+
+    Ids and log-probabilities take 4 bytes each; 8 bytes of text per token are generous; compression is left out.
+    """
+    per_rollout = 4 * max_prompt + (4 + 4 + 8) * max_response + 256
+    file_overhead = 32 * 1024
+    return num_rollouts * per_rollout + file_overhead
+
+
+def free_bytes(folder: str | Path) -> int:
+    """Free bytes of the file system of ``folder``, which need not exist yet."""
+    folder = Path(folder).absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def check_disk_space(folder: str | Path, needed_bytes: int) -> None:
+    """Raises UserError if the file system of ``folder`` (which need not exist yet) has less space free."""
+    folder, free = Path(folder).absolute(), free_bytes(folder)
+    if free < needed_bytes:
+        raise UserError(
+            f"{folder}: needs {_size(needed_bytes)} for rollouts but has {_size(free)} free; "
+            "free some space, or set output_dir to another file system"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
 def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     """The columns, with those that a file of an earlier version lacks."""
     for name in set(columns) - set(table.column_names):
@@ -247,10 +264,6 @@ def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 def _damaged(path: Path) -> UserError:
     return UserError(f"{path}: is not a readable Parquet file; delete it to generate its rollouts again")
-
-
-def _key(scored: ScoredRollout) -> tuple[str, int]:
-    return scored.rollout.problem_id, scored.rollout.sample_index
 
 
 def _to_row(scored: ScoredRollout) -> dict:

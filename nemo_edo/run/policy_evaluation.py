@@ -183,7 +183,7 @@ class KeepsParts(Keeping, Watch):
         parts = Parts(store, self._iteration, part_size=self._part_size, watch=self)
         scorer.begin(parts.earlier)
         responses = parts.responses(requests, engine, scorer, sampling, problems)
-        store.write(self._iteration, responses, rank=0, world_size=1)
+        store.write(self._iteration, responses)
         return responses
 
     def begin_part(self) -> None:

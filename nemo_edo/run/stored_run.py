@@ -12,8 +12,8 @@ from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, START, Evaluation, check_arm_names, load_evaluation
+from nemo_edo.evaluation.samples import read_samples
 from nemo_edo.evaluation.stored import aggregated, analyse, differences, differences_table, table, weighs
-from nemo_edo.rollouts.arrays import read_samples
 from nemo_edo.rollouts.score_store import ScoreStore
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder, taken
@@ -161,11 +161,11 @@ def analyse_arm(
     greedy, sampled = (read_samples(stores[kind], iteration) for kind in KINDS)
     scores, said = {}, []
     for path in sorted(folder.scores(arm, "x").parent.glob("*/sampled.parquet")):
-        store, name = ScoreStore(path.parent), path.parent.name
-        if store.rollouts("sampled") != sampled.checksum:
+        name, (steps, scored) = path.parent.name, ScoreStore(path.parent).read("sampled")
+        if scored != sampled.checksum:
             said.append(f"{path}: left out: it scores other responses than the stored ones; score them again")
             continue
-        scores[name] = aggregated(name, sampled.steps(store.read("sampled")), settings.aggregation)
+        scores[name] = aggregated(name, sampled.steps(steps), settings.aggregation)
         if not weighs(scores[name]):
             said.append(f"weighted@k/{name} of {arm}: left out: votes' weights must be at least 0, and these are not")
     fixed = {"each": settings.samples, "subsets": settings.vote_subsets, "seed": cfg.seed, "temperature": temperature}

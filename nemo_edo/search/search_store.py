@@ -6,23 +6,19 @@ settings, so that a search with other settings is never mistaken for this one.
 
 from __future__ import annotations
 
-import itertools
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.parquet_tables import read_checked
+from nemo_edo.rollouts.parquet_tables import PartedTable
 from nemo_edo.types import ABSTAINED
-from nemo_edo.utils.files import replacing
 
-_LABEL = b"nemo_edo.search"
+_LABEL = "nemo_edo.search"
 
 
 @dataclass(frozen=True)
@@ -68,14 +64,12 @@ class SearchStore:
     def __init__(self, folder: str | Path, label: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
         self._label = dict(label)
-        self._parts = self.folder / "parts"
 
     def found(self) -> dict[str, SearchRecord]:
         """What there is, by problem. Raises UserError where a file is damaged, or was made with something else."""
-        path = self.folder / "results.parquet"
         records = {}
-        for file in [path] if path.is_file() else sorted(self._parts.glob("part_*.parquet")):
-            found, there = _read(file)
+        for file in _table(self.folder).files():
+            found, there = _read(self.folder, file)
             different = sorted(key for key in there | self._label if there.get(key) != self._label.get(key))
             if different:
                 key = different[0]
@@ -88,37 +82,30 @@ class SearchStore:
 
     def write_part(self, records: Sequence[SearchRecord]) -> None:
         """Adds the records of some problems, in whole or not at all."""
-        numbered = (self._parts / f"part_{number:05d}.parquet" for number in itertools.count())
-        self._write(next(path for path in numbered if not path.exists()), records)
+        _table(self.folder).write_part([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
 
     def write(self, records: Sequence[SearchRecord]) -> Path:
         """Writes the records of all problems, and removes the parts."""
-        path = self.folder / "results.parquet"
-        self._write(path, records)
-        shutil.rmtree(self._parts, ignore_errors=True)  # the file has them all
-        return path
-
-    def _write(self, path: Path, records: Sequence[SearchRecord]) -> None:
-        schema = _SCHEMA.with_metadata({_LABEL: json.dumps(self._label)})
-        table = pa.Table.from_pylist([asdict(record) for record in records], schema=schema)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+        return _table(self.folder).write([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
 
 
 def read_results(folder: str | Path) -> list[SearchRecord]:
     """The records of a finished search, whatever it was made with. Raises UserError where there are none, or they are
     damaged."""
-    path = Path(folder) / "results.parquet"
+    path = _table(Path(folder)).path
     if not path.is_file():
         raise UserError(f"{path} is missing: the search has not finished")
-    return _read(path)[0]
+    return _read(Path(folder), path)[0]
 
 
-def _read(path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
+def _table(folder: Path) -> PartedTable:
+    return PartedTable(folder / "results.parquet", folder / "parts", _SCHEMA, "remove it")
+
+
+def _read(folder: Path, path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
     """The records and the label of a file."""
+    rows, metadata = _table(folder).read(path)
     try:
-        table = read_checked(path, _SCHEMA)
-        return [SearchRecord(**row) for row in table.to_pylist()], json.loads(table.schema.metadata[_LABEL])
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not the results of a search, or damaged ({error}); remove it") from error
+        return [SearchRecord(**row) for row in rows], json.loads(metadata[_LABEL])
+    except (KeyError, ValueError) as error:
+        raise UserError(f"{path}: not the results of a search ({error!r}); remove it") from error

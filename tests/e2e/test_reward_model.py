@@ -33,7 +33,7 @@ def test_a_trained_reward_model_scores_the_runs_responses(trained, nemo_edo):
     assert results["ranking_accuracy"]["test"]["after"]["all"]["questions"] == 8
     nemo_edo.succeed("score", str(run), "--model", str(model / "model"), "--name", "small", "device=cpu")
     for policy in ("warmup", "grpo"):
-        found = ScoreStore(run / "scores" / policy / "small").read("sampled")
+        found = ScoreStore(run / "scores" / policy / "small").read("sampled")[0]
         assert len(found) == 40 and all(0 < score < 1 for one in found.values() for score in one.steps)
 
 

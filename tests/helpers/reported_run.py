@@ -25,11 +25,11 @@ def enrich(folder: Path) -> None:
         if arm == "edo_paper":  # one response is truncated, another has words that no other has
             scored[3] = _with(scored[3], finished=False)
             scored[20] = _with(scored[20], text=f"{scored[20].rollout.text} found only here")
-        RolloutStore(folder / "evaluations" / arm / "sampled").write(iteration, scored, rank=0, world_size=1)
+        RolloutStore(folder / "evaluations" / arm / "sampled").write(iteration, scored)
         alone = {"edo_paper": (0, 1), "edo_floor": (1,)}.get(arm, ())  # the first problem is solved by one arm only
         greedy = [replace(_response(problem, 0, rng), reward=float(number in alone))
                   for number, problem in enumerate(problems[:3])]
-        RolloutStore(folder / "evaluations" / arm / "greedy").write(iteration, greedy, rank=0, world_size=1)
+        RolloutStore(folder / "evaluations" / arm / "greedy").write(iteration, greedy)
         curves = {}
         for k in range(1, LARGEST + 1):
             level = 0.4 + 0.03 * place + 0.1 * np.log(k)

@@ -58,7 +58,7 @@ def evaluate(script=random_script, *, samples: int = SAMPLES, rollouts: int = RO
             if change is not None:
                 scored = [change(place, one) for place, one in enumerate(scored)]
             if folder is not None:
-                RolloutStore(folder / self.kinds.pop(0)).write(0, scored, rank=0, world_size=1)
+                RolloutStore(folder / self.kinds.pop(0)).write(0, scored)
             return scored
 
     engine = Engine(script)

@@ -55,7 +55,7 @@ def write_stored_run(path: Path, *, iterations: int = 2, arms: tuple[str, ...] =
 
 def _write(store: RolloutStore, iteration: int, problems: list[Problem], each: int, rng: random.Random) -> None:
     scored = [_response(problem, sample, iteration, rng) for problem in problems for sample in range(each)]
-    store.write(iteration, scored, rank=0, world_size=1)
+    store.write(iteration, scored)
 
 
 def _response(problem: Problem, sample: int, iteration: int, rng: random.Random) -> ScoredRollout:

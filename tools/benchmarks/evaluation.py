@@ -21,7 +21,7 @@ import numpy as np
 from nemo_edo.config import EvaluationConfig, ModelConfig, RunConfig, SFTConfig
 from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.evaluation.results import START, Evaluation
-from nemo_edo.rollouts.arrays import read_samples
+from nemo_edo.evaluation.samples import read_samples
 from nemo_edo.rollouts.score_store import ScoreStore, StepScores
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.folder import RunFolder
@@ -53,12 +53,13 @@ def write(folder: Path, problems: int, samples: int) -> None:
     run.write_evaluation(Evaluation(START, ("test-0",), {"accuracy": (np.ones(1), np.ones(1))}))
     chances = rng.beta(0.7, 0.7, size=problems)
     greedy = [response(rng, problem, 0, chance) for problem, chance in enumerate(chances)]
-    RolloutStore(run.evaluated(START, "greedy")).write(0, greedy, rank=0, world_size=1)
+    RolloutStore(run.evaluated(START, "greedy")).write(0, greedy)
     store = RolloutStore(run.evaluated(START, "sampled"))
     for part in range(PARTS):  # Python's numbers take sixteen times the arrays' memory
         first, last = part * problems // PARTS, (part + 1) * problems // PARTS
         part_of = [response(rng, p, sample, chances[p]) for p in range(first, last) for sample in range(samples)]
-        store.write(0, part_of, rank=part, world_size=PARTS)
+        path = store.write(0, part_of)
+        path.rename(path.with_name(f"rank_{part}_of_{PARTS}.parquet"))  # as several ranks once did
     checksum = read_samples(store, 0).checksum
     for name in ("first", "second"):
         steps = rng.random((problems, samples, STEPS))

@@ -301,7 +301,7 @@ def changed(store: RolloutStore, iteration: int, folder, **fields) -> RolloutSto
         scored = store.stored(t)
         if t == iteration:
             scored[0] = replace(scored[0], rollout=replace(scored[0].rollout, **fields))
-        copy.write(t, scored, rank=0, world_size=1)
+        copy.write(t, scored)
     return copy
 
 

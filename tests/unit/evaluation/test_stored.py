@@ -9,10 +9,10 @@ from helpers import scripted_evaluation
 from helpers.scripted_evaluation import PROBLEMS, ROLLOUTS, SAMPLES
 
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.samples import read_samples
 from nemo_edo.evaluation.stored import aggregated, analyse, differences, families, kappa, table
 from nemo_edo.metrics import majority_at_k, pass_at_k
 from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
-from nemo_edo.rollouts.arrays import read_samples
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.test_time.curves import best_of_curve
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE

@@ -20,7 +20,7 @@ SAMPLED = 8
 def store(folder, arm: str, iteration: int, kind: str, each: int, text: str) -> None:
     scored = [ScoredRollout(Rollout(f"test-{p}", s, (1,), (2,), (-1.0,), f"{text} p{p} s{s}", s % 3 > 0, 0, s),
                             float(s % 2), str(s) if s else None, True, "") for p in range(3) for s in range(each)]
-    RolloutStore(folder / "evaluations" / arm / kind).write(iteration, scored, rank=0, world_size=1)
+    RolloutStore(folder / "evaluations" / arm / kind).write(iteration, scored)
 
 
 @pytest.fixture

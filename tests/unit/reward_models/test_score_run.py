@@ -56,13 +56,15 @@ def test_every_response_of_every_final_evaluation_gets_the_scores_of_its_steps(r
         for kind, each in (("greedy", 1), ("sampled", 5)):
             responses = stored.evaluation_responses(policy, kind)
             store = ScoreStore(run / "scores" / policy / "small")
-            found = store.read(kind, rollouts=rollouts_checksum(responses))
+            found, checksum = store.read(kind)
+            assert checksum == rollouts_checksum(responses)
             expected = score_rollouts(scorer, [one.rollout for one in responses], questions)
             assert len(found) == 8 * each
             for one, scores in zip(responses, expected, strict=True):
                 steps = found[one.rollout.problem_id, one.rollout.sample_index].steps
                 assert steps == pytest.approx(scores.steps, abs=1e-6) and len(steps) == 3
-            assert store.made_by(kind) == made_by(model) and not list(store.folder.glob("*.parts"))
+            assert len(store.scored(kind, rollouts=checksum, made_by=made_by(model))) == 8 * each
+            assert not list(store.folder.glob("*.parts"))
 
 
 def test_a_killed_command_resumes(run, model, tmp_path, monkeypatch, asked):
@@ -70,11 +72,11 @@ def test_a_killed_command_resumes(run, model, tmp_path, monkeypatch, asked):
     score(whole, model, arm="grpo")
     write_part, parts = ScoreStore.write_part, []
 
-    def dies(self, kind, part, scores, **label):
+    def dies(self, kind, scores, **label):
         parts.append(kind)
         if len(parts) == 4:
             raise KeyboardInterrupt
-        return write_part(self, kind, part, scores, **label)
+        return write_part(self, kind, scores, **label)
 
     with monkeypatch.context() as patch:
         patch.setattr(ScoreStore, "write_part", dies)
@@ -85,7 +87,7 @@ def test_a_killed_command_resumes(run, model, tmp_path, monkeypatch, asked):
     said = score(run, model, arm="grpo", part_size=10)
     assert asked == [10, 10] and "20 new" in said[1]
     stores = [ScoreStore(folder / "scores" / "grpo" / "small") for folder in (run, whole)]
-    one, other = (store.read("sampled") for store in stores)
+    one, other = (store.read("sampled")[0] for store in stores)
     assert one.keys() == other.keys() and len(one) == 40
     assert all(one[key].steps == pytest.approx(other[key].steps, abs=1e-6) for key in one)
 
@@ -143,7 +145,7 @@ def test_responses_beyond_the_context_are_found_before_a_model_is_loaded_or_scor
         with pytest.raises(UserError, match=f"context of {limit} tokens"):
             score(run, small, arm="grpo")
     said = score(run, small, arm="grpo", too_long="zero")
-    found = ScoreStore(run / "scores" / "grpo" / "small").read("sampled")
+    found = ScoreStore(run / "scores" / "grpo" / "small").read("sampled")[0]
     zeros = [one for one in found.values() if one.steps == (0.0, 0.0, 0.0)]
     assert len(zeros) == sum(length > limit for length in lengths) > 0
     assert f"{len(zeros)} longer than the model's context with score 0" in said[1]

@@ -130,7 +130,7 @@ def test_a_scorer_that_fails_meanwhile_ends_the_generation(tmp_path, monkeypatch
 def test_a_complete_iteration_is_not_generated_again(tmp_path):
     store, engine = RolloutStore(tmp_path), Engine()
     whole = ask(store, Engine())
-    store.write(ITERATION, whole, rank=0, world_size=1)
+    store.write(ITERATION, whole)
     assert ask(store, engine, part_size=4) == whole and engine.parts == []
 
 
@@ -168,12 +168,13 @@ def test_responses_of_another_policy_are_refused_before_they_are_written_and_on_
 def test_a_complete_iteration_takes_the_place_of_another_and_one_that_is_not_leaves_it_alone(tmp_path):
     old, new = RolloutStore(tmp_path / "old"), RolloutStore(tmp_path / "new")
     for rank in range(2):
-        old.write(ITERATION, [scored(sample=rank)], rank=rank, world_size=2)
+        path = old.write(ITERATION, [scored(sample=rank)])
+        path.rename(path.with_name(f"rank_{rank}_of_2.parquet"))
     whole = ask(new, Engine())
     with pytest.raises(UserError, match="new/iter_00003: has no rollouts"):
         old.take_over(ITERATION, new)
     assert len(old.read(ITERATION)) == 2
-    new.write(ITERATION, whole, rank=0, world_size=1)
+    new.write(ITERATION, whole)
     old.take_over(ITERATION, new)
     assert old.stored(ITERATION) == whole
     assert not new.folder.exists()

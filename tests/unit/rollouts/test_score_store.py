@@ -1,4 +1,3 @@
-
 import pytest
 from helpers.responses import scored
 
@@ -9,32 +8,21 @@ SCORES = {("test-1", 0): StepScores((0.5, -1.25)), ("test-1", 1): StepScores((2.
 OF = {"rollouts": "abc", "made_by": "models/prm"}
 
 
-def test_scores_read_back_exactly_with_their_maker_unless_they_are_of_other_responses(tmp_path):
-    store = ScoreStore(tmp_path / "grpo" / "prm")
-    path = store.write("sampled", SCORES, **OF)
-    assert path == tmp_path / "grpo" / "prm" / "sampled.parquet"
-    assert store.read("sampled") == store.read("sampled", rollouts="abc") == SCORES
-    assert (store.made_by("sampled"), store.rollouts("sampled")) == ("models/prm", "abc")
-    assert store.has("sampled") and not store.has("greedy")
-    with pytest.raises(UserError, match="sampled.parquet: .* other responses"):
-        store.read("sampled", rollouts="other")
-
-
-def test_scoring_resumes_after_the_parts_up_to_the_first_missing_one(tmp_path):
+def test_scoring_resumes_after_its_parts_and_the_whole_reads_back_exactly(tmp_path):
     store, keys = ScoreStore(tmp_path), list(SCORES)
-    for part in (0, 2):
-        store.write_part("sampled", part, {keys[part]: SCORES[keys[part]]}, **OF)
-    assert store.scored("sampled", **OF) == {keys[0]: SCORES[keys[0]]}
-    with pytest.raises(UserError, match="is not finished"):
+    for key in keys[:2]:
+        store.write_part("sampled", {key: SCORES[key]}, **OF)
+    assert store.scored("sampled", **OF) == {key: SCORES[key] for key in keys[:2]}
+    with pytest.raises(UserError, match="not finished"):
         store.read("sampled")
-    store.write("sampled", SCORES, **OF)
-    assert store.scored("sampled", **OF) == SCORES
+    assert store.write("sampled", SCORES, **OF) == tmp_path / "sampled.parquet"
+    assert store.scored("sampled", **OF) == SCORES and store.read("sampled") == (SCORES, "abc")
     assert [path.name for path in tmp_path.iterdir()] == ["sampled.parquet"]
 
 
 def test_parts_of_an_earlier_evaluation_count_as_nothing_and_of_another_model_are_an_error(tmp_path):
     store = ScoreStore(tmp_path)
-    store.write_part("sampled", 0, SCORES, **OF)
+    store.write_part("sampled", SCORES, **OF)
     assert store.scored("sampled", rollouts="anew", made_by="models/prm") == {}
     with pytest.raises(UserError, match="has scores of models/prm, not of models/other"):
         store.scored("sampled", rollouts="abc", made_by="models/other")

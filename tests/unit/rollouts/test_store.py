@@ -9,8 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.disk_space import DiskSpaceError, estimate_bytes
-from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
+from nemo_edo.rollouts.store import RolloutStore, estimate_bytes, tokenizer_identity
 from nemo_edo.types import Rollout, ScoredRollout
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
@@ -37,48 +36,52 @@ def key(one: ScoredRollout) -> tuple[str, int]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
 @given(st.lists(scored_rollouts(), max_size=6, unique_by=key), st.integers(1, 3))
-def test_shards_of_all_ranks_read_back_exactly_and_in_order(tmp_path, rollouts, world_size):
+def test_rollouts_read_back_exactly_and_in_order_also_from_the_shards_of_several_ranks(tmp_path, rollouts, world_size):
     shutil.rmtree(tmp_path / "iter_00003", ignore_errors=True)
     store = RolloutStore(tmp_path)
     for rank in range(world_size):
-        path = store.write(3, rollouts[rank::world_size], rank=rank, world_size=world_size)
-        assert path == tmp_path / "iter_00003" / f"rank_{rank}_of_{world_size}.parquet"
+        write_shard(store, rollouts[rank::world_size], rank, world_size)
     assert store.read(3) == sorted(rollouts, key=key)
 
 
+def write_shard(store, rollouts, rank: int, world_size: int) -> None:
+    """As earlier versions wrote iteration 3."""
+    path = store.write(3, rollouts)
+    path.rename(path.with_name(f"rank_{rank}_of_{world_size}.parquet"))
+
+
 @pytest.mark.parametrize(("shards", "message"), [
-    ([], "iter_00001: has no rollouts"),
-    ([(0, 3, 0), (2, 3, 1)], r"iter_00001: the shards of ranks \[1\] of 3 are missing"),
-    ([(0, 1, 0), (0, 2, 1)], r"iter_00001: has shards of runs with \[1, 2\] ranks"),
-    ([(0, 2, 4), (1, 2, 4)], r"\('train-1', 4\) occur twice"),
-    ([(-1, 2, 0)], "rank is -1, expected 0 to 1"),
+    ([], "iter_00003: has no rollouts"),
+    ([(0, 3), (2, 3)], r"iter_00003: the shards of ranks \[1\] of 3 are missing"),
+    ([(0, 2), (0, 1)], r"iter_00003: has shards of runs with \[1, 2\] ranks"),
 ])
 def test_shards_that_do_not_make_one_iteration_are_an_error(tmp_path, shards, message: str):
-    """Each is (rank, world size, sample index)."""
+    """Each is (rank, world size)."""
     store = RolloutStore(tmp_path)
-    store.write(0, [scored()], rank=0, world_size=1)
-    store.require(1)
-    with pytest.raises(ValueError, match=message):
-        for rank, world_size, sample in shards:
-            store.write(1, [scored(sample=sample)], rank=rank, world_size=world_size)
-        store.require(2 if not shards else 1)
-        store.read(1)
+    for iteration in range(3):
+        store.write(iteration, [scored()])
+    store.require(3)
+    for shard in shards:
+        write_shard(store, [scored()], *shard)
+    for read in (lambda: store.require(4), lambda: store.read(3)):
+        with pytest.raises(UserError, match=message):
+            read()
 
 
 @pytest.mark.parametrize(("code", "told"), [
-    (errno.ENOSPC, DiskSpaceError), (errno.EDQUOT, DiskSpaceError), (errno.EACCES, PermissionError),
+    (errno.ENOSPC, UserError), (errno.EDQUOT, UserError), (errno.EACCES, PermissionError),
 ])
 def test_a_failed_write_keeps_the_old_shard_and_a_full_disk_names_the_folder(tmp_path, monkeypatch, code, told):
     store = RolloutStore(tmp_path)
     for text in ("older", "old"):
-        path = store.write(0, [scored(text=text)], rank=0, world_size=1)
+        path = store.write(0, [scored(text=text)])
 
     def full(descriptor: int) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(told, match=str(path.parent) if told is DiskSpaceError else None) as error:
-        store.write(0, [scored(text="new")], rank=0, world_size=1)
+    with pytest.raises(told, match=str(path.parent) if told is UserError else None) as error:
+        store.write(0, [scored(text="new")])
     assert (error.value.__cause__ or error.value).errno == code
     assert [one.rollout.text for one in store.read(0)] == ["old"]
     assert list(path.parent.iterdir()) == [path]
@@ -97,7 +100,7 @@ def test_estimate_bounds_the_size_of_incompressible_rollouts(tmp_path, rollouts,
                text="".join(map(chr, rng.integers(32, 127, 5 * response))))
         for index in range(rollouts)
     ]
-    size = RolloutStore(tmp_path).write(0, batch, rank=0, world_size=1).stat().st_size
+    size = RolloutStore(tmp_path).write(0, batch).stat().st_size
     assert size <= estimate_bytes(rollouts, prompt, response)
     assert rollouts < 300 or estimate_bytes(rollouts, prompt, response) < 2 * size
 
@@ -108,29 +111,27 @@ UNSORTED = [scored("train-2", 1), scored("train-2", 0), scored("train-1", 5), sc
 def test_parts_are_read_in_their_order_up_to_the_first_that_is_missing(tmp_path):
     store = RolloutStore(tmp_path)
     assert store.stored(4) == []
-    for part, one in enumerate(UNSORTED):
-        if part != 2:
-            store.write_part(4, part, [one])
-    assert store.stored(4) == UNSORTED[:2]
-    store.write_part(4, 2, [UNSORTED[2]])
+    paths = [store.write_part(4, [one]) for one in UNSORTED]
     assert store.stored(4) == UNSORTED
+    paths[2].unlink()
+    assert store.stored(4) == UNSORTED[:2]
 
 
 def test_parts_are_not_shards_until_the_shard_takes_their_place(tmp_path):
     store = RolloutStore(tmp_path)
-    part = store.write_part(0, 0, UNSORTED)
+    part = store.write_part(0, UNSORTED)
     with pytest.raises(ValueError, match="iter_00000: has no rollouts"):
         store.read(0)
-    shard = store.write(0, UNSORTED, rank=0, world_size=1)
+    shard = store.write(0, UNSORTED)
     assert not part.exists()
     assert list(shard.parent.iterdir()) == [shard]
     assert store.stored(0) == UNSORTED  # as they were generated, not sorted as read returns them
-    store.write_part(0, 0, UNSORTED[:1])  # as a kill may leave it behind
+    store.write_part(0, UNSORTED[:1])  # as a kill may leave it behind
     assert store.stored(0) == UNSORTED
 
 
 def test_rollouts_of_another_tokenizer_are_refused_with_both_names(tmp_path):
-    RolloutStore(tmp_path, tokenizer="abc (128 tokens)").write(0, [scored()], rank=0, world_size=1)
+    RolloutStore(tmp_path, tokenizer="abc (128 tokens)").write(0, [scored()])
     other = RolloutStore(tmp_path, tokenizer="def (256 tokens)")
     for read in (other.read, other.stored, lambda iteration: other.require(iteration + 1)):
         with pytest.raises(UserError, match=r"another tokenizer: abc \(128 tokens\); .* def \(256 tokens\)"):

@@ -76,8 +76,8 @@ def place(tmp_path_factory) -> Path:
     for step in range(9):
         log("train_step", arm="grpo", step=step, loss=0.5)
     (folder / "mark.json").write_text(json.dumps(log.mark))
-    RolloutStore(folder / "rollouts").write(0, [scored(sample=n) for n in range(40)], rank=0, world_size=1)
-    RolloutStore(folder / "parts").write_part(0, 0, [scored(sample=n) for n in range(40)])
+    RolloutStore(folder / "rollouts").write(0, [scored(sample=n) for n in range(40)])
+    RolloutStore(folder / "parts").write_part(0, [scored(sample=n) for n in range(40)])
     write_rows(folder / "problems.jsonl", ROWS)
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "problems.parquet")
     write_tiny_model(folder / "model")

@@ -53,7 +53,7 @@ def store(run: RunFolder, arm: str, seed: int) -> None:
     """As an evaluation of the arm leaves it."""
     for kind, samples in (("greedy", 1), ("sampled", SAMPLES)):
         written = responses(arm, samples, seed)
-        RolloutStore(run.evaluated(arm, kind)).write(ITERATIONS if arm in ARMS else 0, written, rank=0, world_size=1)
+        RolloutStore(run.evaluated(arm, kind)).write(ITERATIONS if arm in ARMS else 0, written)
     run.write_evaluation(Evaluation(arm, ("test-0",), {"accuracy": (np.ones(1), np.ones(1))}))
 
 

@@ -108,7 +108,7 @@ def test_a_killed_replacement_of_evaluations_is_completed_by_whoever_takes_the_f
     folder = earlier_run(tmp_path / "a")
     (folder.path / "metrics.jsonl").write_text("{}\nhalf a li")
     new = RolloutStore(folder.evaluated_anew("grpo", "greedy"))
-    new.write(0, [], rank=0, world_size=1)
+    new.write(0, [])
     record = {"responses": [["evaluations/grpo/greedy", "evaluations/grpo/greedy.new", 0]],
               "results": {"evaluations/grpo.json": {"arm": "grpo"}}, "metrics_bytes": 3, "lines": "{}\n"}
     folder.write_json(REPLACEMENT, record)

@@ -33,7 +33,7 @@ def whole(one_rank, tmp_path_factory) -> Path:
             folder.write_evaluation(results, iteration)
             for kind in KINDS:
                 final = RolloutStore(folder.evaluated(policy, kind))
-                final.write(iteration, final.read(2), rank=0, world_size=1)
+                final.write(iteration, final.read(2))
     for checkpoint in folder.checkpoint("warmup"), folder.checkpoint("grpo"), folder.best_checkpoint("grpo"):
         checkpoint.mkdir(parents=True)
         (checkpoint / "weights").write_bytes(b"0123")

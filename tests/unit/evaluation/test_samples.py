@@ -1,3 +1,4 @@
+import dataclasses
 import random
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 from helpers.responses import scored
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.arrays import read_samples
+from nemo_edo.evaluation.samples import Samples, read_samples
 from nemo_edo.rollouts.score_store import StepScores, rollouts_checksum
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, ScoredRollout
@@ -25,23 +26,23 @@ def responses() -> list[ScoredRollout]:
     return found
 
 
-def read(tmp_path, written, ranks: int = 1):
-    store = RolloutStore(tmp_path)
-    for rank in range(ranks):
-        store.write(3, written[rank::ranks], rank=rank, world_size=ranks)
-    return read_samples(store, 3)
+def read(tmp_path, written):
+    RolloutStore(tmp_path).write(3, written)
+    return read_samples(RolloutStore(tmp_path), 3)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_arrays_hold_what_the_records_hold_in_the_order_of_samples(tmp_path, ranks: int):
+def test_arrays_hold_what_the_records_hold_in_the_order_of_samples(tmp_path):
     written = responses()
-    samples = read(tmp_path, written, ranks)
-    assert samples.problems == PROBLEMS  # as generated, not sorted
+    samples = read(tmp_path, [*written[::2], *written[1::2]])
+    direct = Samples.of_scored(written, SAMPLES)
+    for name in (field.name for field in dataclasses.fields(Samples) if field.name not in ("problems", "tokens")):
+        np.testing.assert_array_equal(getattr(samples, name), getattr(direct, name))
+    assert samples.problems == direct.problems == PROBLEMS  # as generated, not sorted
     names = ("rewards", "answers", "well_formed", "lengths", "logprobs")
     assert [[getattr(samples, name).ravel()[i] for name in names] for i in range(len(written))] == [
         [s.reward, s.answer, s.well_formed, len(s.rollout.response_ids), sum(s.rollout.response_logprobs)]
         for s in written]
-    tokens = [tuple(ids.tolist()) for place in range(len(PROBLEMS)) for ids in samples.responses(place)]
+    tokens = [tuple(ids.tolist()) for ids in samples.tokens.flat]
     assert tokens == [tuple(one.rollout.response_ids) for one in written]
     assert samples.has_verdict.all() and (samples.rules == -1).all()
     assert samples.checksum == rollouts_checksum(written)
