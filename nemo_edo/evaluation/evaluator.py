@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nemo_edo.config import EvaluationConfig
@@ -27,7 +27,7 @@ from nemo_edo.evaluation.results import (
     plain_name,
 )
 from nemo_edo.evaluation.samples import Samples, meaningless, plain_metrics, votes
-from nemo_edo.interfaces import GenerationEngine, Policy, Scorer
+from nemo_edo.interfaces import Policy
 from nemo_edo.metrics import pass_at_k
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 
@@ -43,37 +43,22 @@ class Tuning:
     requests: Sequence[GenerationRequest]
 
 
-class Keeping:
-    """Generates and scores an evaluation's responses; keeps none of them."""
-
-    def responses(
-        self,
-        kind: str,
-        requests: Sequence[GenerationRequest],
-        engine: GenerationEngine,
-        scorer: Scorer,
-        sampling: SamplingParams,
-        problems: Sequence[Problem],
-    ) -> list[ScoredRollout]:
-        """One scored response per request, in order. kind: one of ``results.kinds``."""
-        return scorer.score(engine.generate(requests, sampling), problems)
+Respond = Callable[[str, Sequence[GenerationRequest], SamplingParams, Sequence[Problem]], list[ScoredRollout]]
+"""(kind of responses, one of ``results.kinds``; requests; sampling; their problems) -> one scored response per request,
+in order."""
 
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates the engine's current policy. Sampling is over the whole vocabulary."""
+    """Evaluates the current policy behind ``respond``. Sampling is over the whole vocabulary."""
 
     policy: Policy | None
-    """The engine's policy, to compute entropies; None: it is behind a server, and they are estimated."""
-    engine: GenerationEngine
-    scorer: Scorer
+    """The policy, to compute entropies; None: it is behind a server, and they are estimated."""
+    respond: Respond
     problems: Sequence[Problem]
-    prompts: Mapping[str, tuple[int, ...]]
     config: EvaluationConfig
     max_new_tokens: int
     pad_id: int
-    keeping: Keeping = Keeping()
-    """What keeps the responses."""
 
     def evaluate(
         self, arm: str, requests: Sequence[GenerationRequest], rollouts: int, tuning: Tuning | None = None
@@ -168,8 +153,7 @@ class Evaluator:
     def _scored(
         self, kind: str, requests: Sequence[GenerationRequest], temperature: float, problems: Sequence[Problem]
     ) -> list[ScoredRollout]:
-        sampling = SamplingParams(temperature, 1.0, self.max_new_tokens)
-        return self.keeping.responses(kind, requests, self.engine, self.scorer, sampling, problems)
+        return self.respond(kind, requests, SamplingParams(temperature, 1.0, self.max_new_tokens), problems)
 
     def _entropies(
         self, scored: Sequence[ScoredRollout], rollouts: int, temperature: float

@@ -28,34 +28,3 @@ from nemo_edo.metrics.paired import (
 )
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k, vote_success
 from nemo_edo.metrics.shares import paired_share_interval, proportion_interval, share_interval, share_intervals
-
-__all__ = [
-    "Interval",
-    "SolvedAndLost",
-    "answer_entropy",
-    "bootstrap_ratio",
-    "bootstrap_ratios",
-    "detectable",
-    "distinct_answers",
-    "distinct_counts",
-    "distinct_n",
-    "entropy_from_logits",
-    "expected_vote_score",
-    "holm",
-    "majority_at_k",
-    "mcnemar",
-    "mean_interval",
-    "mean_p_value",
-    "paired_bootstrap",
-    "paired_difference",
-    "paired_permutation_test",
-    "paired_share_interval",
-    "pass_at_k",
-    "pooled_distinct",
-    "proportion_interval",
-    "self_bleu",
-    "share_interval",
-    "share_intervals",
-    "solved_and_lost",
-    "vote_success",
-]

@@ -182,38 +182,20 @@ def _token_ids(sample: ArrayLike, index: int) -> np.ndarray:
 
 def _ngram_keys(codes: np.ndarray, n: int) -> np.ndarray:
     """[N - n + 1] uint64 for N int64 codes: equal where, and only where, the n codes that start there are equal."""
-    codes = codes.view(np.uint64) - codes.min().view(np.uint64)  # modulo 2**64: no overflow from a negative lowest
-    position_width = (len(codes) - 1).bit_length()
-    length = 1  # every code is a gram of this length
+    grams = codes.view(np.uint64) - codes.min().view(np.uint64)  # modulo 2**64: no overflow from a negative lowest
+    length = 1  # of the grams
     while True:
-        width = max(int(codes.max()).bit_length(), 1)
-        pieces = -(-n // length)
-        if pieces * width > 64:  # not yet the n-grams; the ranks' sort is faster with room for the positions
-            pieces = max((64 - position_width) // width, min(64 // width, 2))
-        longer = min(n, pieces * length)
-        positions = len(codes) + length - longer
-        keys = np.zeros(positions, dtype=np.uint64)
-        for piece in range(pieces):
-            start = min(piece * length, longer - length)  # the last piece may overlap the one before
-            keys <<= np.uint64(width)
-            keys |= codes[start : start + positions]
-        if longer == n:
-            return keys
-        codes, length = _ranks(keys, pieces * width), longer
-
-
-def _ranks(keys: np.ndarray, width: int) -> np.ndarray:
-    """For each key, of ``width`` bits, the number of distinct smaller ones, uint32. The keys are overwritten."""
-    position_width = (len(keys) - 1).bit_length()
-    if width + position_width <= 64:  # sorted together with its position: three times as fast as argsort
-        keys <<= np.uint64(position_width)
-        keys |= np.arange(len(keys), dtype=np.uint64)
-        keys.sort()
-        order = (keys & np.uint64(2**position_width - 1)).view(np.int64)
-        keys >>= np.uint64(position_width)
-    else:
-        order = np.argsort(keys)
-        keys = keys[order]
-    ranks = np.zeros(len(keys), dtype=np.uint32)
-    ranks[order[1:]] = np.cumsum(keys[1:] != keys[:-1], dtype=np.uint32)
-    return ranks
+        width = max(int(grams.max()).bit_length(), 1)
+        pieces = min(-(-n // length), 64 // width)
+        if pieces > 1 or n == length:
+            longer = min(n, pieces * length)
+            positions = len(grams) + length - longer
+            keys = np.zeros(positions, dtype=np.uint64)
+            for piece in range(pieces):
+                start = min(piece * length, longer - length)  # the last piece may overlap the one before
+                keys <<= np.uint64(width)
+                keys |= grams[start : start + positions]
+            if longer == n:
+                return keys
+            grams, length = keys, longer
+        grams = np.unique(grams, return_inverse=True)[1].astype(np.uint64)

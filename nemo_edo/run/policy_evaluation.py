@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import CheckpointConfig, EarlyStopConfig
 from nemo_edo.errors import RunStopped
-from nemo_edo.evaluation.evaluator import Evaluator, Keeping, Tuning
+from nemo_edo.evaluation.evaluator import Evaluator, Tuning
 from nemo_edo.evaluation.results import BEST, Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
@@ -87,16 +87,16 @@ def evaluate_policy(
     if not final:
         config = replace(config, temperature=config.temperature[:1], tuning_problems=0)
     rollouts = config.rollouts if final else 1
+    keeping = KeepsParts(
+        stores, iteration, settings.generation.part_size, run.stop, arm, engine=model.engine, scorer=data.scorer
+    )
     evaluator = Evaluator(
         policy=None if isinstance(model, ServedModel) else model,
-        engine=model.engine,
-        scorer=data.scorer,
+        respond=keeping.responses,
         problems=data.test,
-        prompts=data.prompts,
         config=config,
         max_new_tokens=settings.sampling.max_new_tokens,
         pad_id=data.pad_id,
-        keeping=KeepsParts(stores, iteration, settings.generation.part_size, run.stop, arm),
     )
     # The same random numbers for every arm and iteration: differences between them come from the policies.
     requests = sampling_requests(data.test, data.prompts, rollouts * config.samples, settings.seed, "evaluate")
@@ -160,29 +160,26 @@ def _log(
     run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 
-class KeepsParts(Keeping, Watch):
+class KeepsParts(Watch):
     """Keeps an evaluation's responses on disk, part by part, and takes those of a killed process from there."""
 
     def __init__(
-        self, stores: Mapping[str, RolloutStore], iteration: int, part_size: int, stop: StopSignal, arm: str
-    ) -> None:
+        self, stores: Mapping[str, RolloutStore], iteration: int, part_size: int, stop: StopSignal, arm: str, *,
+        engine: GenerationEngine, scorer: Scorer,
+    ) -> None:  # fmt: skip
         """stores: by kind of responses."""
+        self._engine, self._scorer = engine, scorer
         self._stores, self._iteration, self._part_size = stores, iteration, part_size
         self._stop, self._arm = stop, arm
 
     def responses(
-        self,
-        kind: str,
-        requests: Sequence[GenerationRequest],
-        engine: GenerationEngine,
-        scorer: Scorer,
-        sampling: SamplingParams,
-        problems: Sequence[Problem],
+        self, kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams, problems: Sequence[Problem]
     ) -> list[ScoredRollout]:
+        """``evaluator.Respond``."""
         store = self._stores[kind]
         parts = Parts(store, self._iteration, part_size=self._part_size, watch=self)
-        scorer.begin(parts.earlier)
-        responses = parts.responses(requests, engine, scorer, sampling, problems)
+        self._scorer.begin(parts.earlier)
+        responses = parts.responses(requests, self._engine, self._scorer, sampling, problems)
         store.write(self._iteration, responses)
         return responses
 

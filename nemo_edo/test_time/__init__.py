@@ -1,5 +1,6 @@
 """Spending more compute at test time: votes over several responses, best-of-N, and tree search with a memory."""
 
+from nemo_edo.metrics.pass_at_k import expected_vote_score
 from nemo_edo.test_time.best_of_n import aggregate_steps, best_of_n
 from nemo_edo.test_time.gaussian_process import PosteriorVariance
 from nemo_edo.test_time.search_llm import (
@@ -13,23 +14,4 @@ from nemo_edo.test_time.search_llm import (
     StepScore,
     StepScorer,
 )
-from nemo_edo.test_time.voting import expected_vote_score, majority_vote, vote_counts, weighted_vote
-
-__all__ = [
-    "PosteriorVariance",
-    "SearchConfig",
-    "SearchLLM",
-    "SearchNode",
-    "SearchResult",
-    "Step",
-    "StepPath",
-    "StepProposer",
-    "StepScore",
-    "StepScorer",
-    "aggregate_steps",
-    "best_of_n",
-    "expected_vote_score",
-    "majority_vote",
-    "vote_counts",
-    "weighted_vote",
-]
+from nemo_edo.test_time.voting import majority_vote, vote_counts, weighted_vote

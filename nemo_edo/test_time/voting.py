@@ -13,10 +13,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from nemo_edo.metrics.pass_at_k import expected_vote_score
-
-__all__ = ["expected_vote_score", "majority_vote", "vote_counts", "weighted_vote"]
-
 Answer = TypeVar("Answer")
 Equivalence = Callable[[Answer, Answer], bool]
 

@@ -9,7 +9,7 @@ from helpers.scripted_engine import ScriptedEngine
 from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning
-from nemo_edo.evaluation.results import KINDS, Evaluation
+from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.interfaces import Policy
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import RolloutStore
@@ -50,20 +50,16 @@ def evaluate(script=random_script, *, samples: int = SAMPLES, rollouts: int = RO
     """(evaluation, the first rollout's responses, engine). change: of a response's place and what the rule says of it;
     folder: where the responses are stored."""
 
-    class ChangedScorer(ExactAnswerScorer):
-        kinds = list(KINDS)  # what the next responses are
-
-        def score(self, rollouts, problems):
-            scored = super().score(rollouts, problems)
-            if change is not None:
-                scored = [change(place, one) for place, one in enumerate(scored)]
-            if folder is not None:
-                RolloutStore(folder / self.kinds.pop(0)).write(0, scored)
-            return scored
-
     engine = Engine(script)
-    evaluator = Evaluator(policy=policy, engine=engine, scorer=ChangedScorer(), problems=problems, prompts=PROMPTS,
-                          config=EvaluationConfig(samples=samples, **settings), max_new_tokens=MAX_NEW_TOKENS,
-                          pad_id=PAD)
+
+    def respond(kind, requests, sampling, problems):
+        scored = ExactAnswerScorer().score(engine.generate(requests, sampling), problems)
+        if change is not None:
+            scored = [change(place, one) for place, one in enumerate(scored)]
+        if folder is not None:
+            RolloutStore(folder / kind).write(0, scored)
+        return scored
+
+    evaluator = Evaluator(policy, respond, problems, EvaluationConfig(samples=samples, **settings), MAX_NEW_TOKENS, PAD)
     requests = sampling_requests(problems, PROMPTS, rollouts * samples, 42, "evaluate")
     return *evaluator.evaluate("arm", requests, rollouts, tuning), engine

@@ -14,7 +14,8 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (Path(__file__)
 @pytest.mark.parametrize(("module", "page"), [(losses, "losses"), (metrics, "metrics"), (test_time, "test_time")])
 def test_the_reference_has_every_public_name_once(module, page: str):
     shown = re.findall(rf"^::: {module.__name__}\.(\w+)$", PAGES[page], re.MULTILINE)
-    assert sorted(shown) == sorted(module.__all__)
+    named = {name for name, value in vars(module).items() if getattr(value, "__module__", "").startswith("nemo_edo.")}
+    assert sorted(shown) == sorted(named)
 
 
 def test_the_reference_has_the_python_api():

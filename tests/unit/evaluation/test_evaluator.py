@@ -210,8 +210,11 @@ def test_both_entropies_are_of_the_evaluations_temperature_at_whatever_temperatu
     exact = []
     for policy, trained_at in ((True, 1.0), (True, 0.5), (False, 0.5)):
         engine = Softmax(trained_at)
-        evaluator = Evaluator(policy=engine if policy else None, engine=engine, scorer=ExactAnswerScorer(),
-                              problems=problems, prompts=prompts, config=settings, max_new_tokens=6, pad_id=PAD)
+
+        def respond(_, requests, sampling, problems, engine=engine):
+            return ExactAnswerScorer().score(engine.generate(requests, sampling), problems)
+
+        evaluator = Evaluator(engine if policy else None, respond, problems, settings, 6, PAD)
         evaluation, _ = evaluator.evaluate("arm", requests, 1)
         exact.append(evaluation.mean("entropy" if policy else "entropy_sampled"))
     log_p = torch.log_softmax(Softmax(1.0).logits.double() / temperature, dim=-1)
