@@ -134,7 +134,6 @@ class Evaluator:
     def _measured(
         self, requests: Sequence[GenerationRequest], temperature: float, rollouts: int, greedy: Samples | None
     ) -> tuple[list[Sums], Samples, list[ScoredRollout]]:
-        """Each problem's metrics at a temperature, and the responses that they are of."""
         each = self.config.samples
         scored = self._scored(kind_at(temperature, self.config), requests, temperature, self.problems)
         sampled = Samples.of_scored(scored, rollouts * each)

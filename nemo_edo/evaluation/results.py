@@ -26,7 +26,6 @@ START = "warmup"
 BEST = ".best"
 """What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LONGEST_NAME = 120
-"""Bytes of an arm's name: file systems take 255, and files' names have more than an arm's."""
 GREEDY = "greedy"
 KINDS = (GREEDY, "sampled")
 """What every evaluation generates: one greedy response to each problem, and those sampled at its first temperature.
@@ -72,9 +71,7 @@ SHARES = {
 """The metrics, and families, that are between 0 and 1 for every problem; vote and pass are columns of a study's table,
 those of the largest number."""
 Sums = dict[str, tuple[float, float]]
-"""metric -> (sum, count) on one problem."""
 Pair = tuple[np.ndarray, np.ndarray]
-"""(sums [P], counts [P]) of a metric."""
 NOTHING = (0.0, 0.0)
 """The sum and the count where a problem has nothing to measure."""
 
@@ -114,7 +111,6 @@ class Evaluation:
         return cls(arm, tuple(problems), pairs, temperature)
 
     def has(self, metric: str) -> bool:
-        """Whether the metric was measured on any problem."""
         return metric in self.metrics and self.metrics[metric][1].sum() > 0
 
     def mean(self, metric: str) -> float:
@@ -130,11 +126,9 @@ class Evaluation:
         return ratio_intervals(measured, resamples=resamples, seed=seed)
 
     def means(self, *, resamples: int, seed: int) -> dict[str, dict[str, float]]:
-        """``intervals`` as "mean", "low" and "high"."""
         return {metric: asdict(found) for metric, found in self.intervals(resamples=resamples, seed=seed).items()}
 
     def record(self) -> dict[str, Any]:
-        """The content of ``evaluations/ARM.json``, which ``load_evaluation`` reads."""
         metrics = {name: {"sum": pair[0].tolist(), "count": pair[1].tolist()} for name, pair in self.metrics.items()}
         shared = {"arm": self.arm, "temperature": self.temperature, "problems": list(self.problems)}
         return {**shared, "metrics": metrics}
@@ -187,7 +181,6 @@ def newly_solved_and_lost(before: Evaluation, after: Evaluation) -> dict[str, fl
 
 
 def is_share(metric: str) -> bool:
-    """Whether the metric is between 0 and 1 for every problem."""
     return re.sub(r"(?<=@)\d+.*", "", plain_name(metric)) in SHARES
 
 
@@ -224,12 +217,10 @@ def short_interval(interval: Interval) -> str:
 
 
 def at_temperature(temperature: float) -> str:
-    """Ends the names of metrics at a temperature other than the evaluation's first: /t0.6."""
     return f"/t{temperature:g}"
 
 
 def plain_name(metric: str) -> str:
-    """The metric's name without the temperature."""
     return _parts(metric)[0]
 
 
@@ -248,7 +239,6 @@ def kinds(config: EvaluationConfig, *, final: bool) -> tuple[str, ...]:
 
 
 def metric_name(metric: str) -> str:
-    """The metric as a reader knows it."""
     name, suffix = _parts(metric)
     at = "" if not suffix else ", best temperature" if suffix == AT_BEST else f", temperature {suffix[2:]}"
     return NAMES.get(name, name) + at

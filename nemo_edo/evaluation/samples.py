@@ -31,11 +31,8 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Samples:
-    """P problems with N responses each, in the order of their sample_index."""
-
     problems: tuple[str, ...]
     rewards: np.ndarray
-    """[P, N] float64."""
     successes: np.ndarray
     """[P, N] bool, the responses that count as right (``ScoredRollout.success``)."""
     has_verdict: np.ndarray
@@ -45,7 +42,6 @@ class Samples:
     answers: np.ndarray
     """[P, N] objects, the answers in canonical form; None: there is none."""
     well_formed: np.ndarray
-    """[P, N] bool."""
     tokens: np.ndarray
     """[P, N] objects, the token ids of each response, the stop token included."""
     lengths: np.ndarray

@@ -30,11 +30,10 @@ from nemo_edo.evaluation.results import (
 from nemo_edo.evaluation.samples import Samples, meaningless, plain_metrics
 from nemo_edo.metrics import Interval, holm
 from nemo_edo.metrics.paired import cohen_kappa
-from nemo_edo.test_time.best_of_n import aggregate_steps
-from nemo_edo.test_time.curves import Circles, best_of_curve, pass_curve, vote_curve
+from nemo_edo.test_time.curves import best_of_curve, pass_curve, sample_circles, vote_curve
+from nemo_edo.test_time.voting import aggregate_steps
 
 ORACLE = "oracle"
-"""The score that knows the reward."""
 Scores = Mapping[str, np.ndarray]
 """name -> [P, N], one score for each response; best-of-k takes the highest score."""
 PLAIN = (
@@ -77,7 +76,6 @@ def aggregated(name: str, steps: Sequence[Sequence[Sequence[float]]], how: str) 
 
 
 def weighs(scores_PN: np.ndarray) -> bool:
-    """Whether the scores can be weights of votes: numbers below 0 cannot."""
     return bool((scores_PN >= 0).all())
 
 
@@ -137,7 +135,7 @@ def _curves(sampled: Samples, place: int, scores: Mapping[str, np.ndarray], subs
     with_verdict = np.flatnonzero(sampled.has_verdict[place])
     right, answers = sampled.successes[place, with_verdict], sampled.answers[place, with_verdict].tolist()
     judged, total, rewards = len(with_verdict), len(sampled.has_verdict[place]), right.astype(np.float64)
-    circles = Circles.sample(judged, subsets, np.random.default_rng([seed, place])) if judged else None
+    circles = sample_circles(judged, subsets, np.random.default_rng([seed, place])) if judged else None
     curves = {
         "tokens@{}": sampled.lengths[place].mean() * np.arange(1, total + 1),
         "pass@{}": pass_curve(judged, int(right.sum())) if judged else (),
@@ -167,12 +165,6 @@ def families(evaluation: Evaluation) -> dict[str, list[int]]:
     return found
 
 
-def shown_sizes(largest: int) -> list[int]:
-    """The powers of two below the largest k, and that: as many of the largest as fit on a line."""
-    powers = [2**power for power in range(largest.bit_length()) if 2**power < largest]
-    return [*powers, largest][-COLUMNS:]
-
-
 def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -> str:
     """One block for each arm, in at most 100 columns: its plain metrics, and its curves with intervals under them."""
     blocks = []
@@ -184,7 +176,9 @@ def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -
         if evaluation.has(JUDGE_AND_RULES[0]):
             lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
         curves = families(evaluation)
-        sizes = shown_sizes(max((k for measured in curves.values() for k in measured), default=1))
+        largest = max((k for measured in curves.values() for k in measured), default=1)
+        powers = [2**power for power in range(largest.bit_length()) if 2**power < largest]
+        sizes = [*powers, largest][-COLUMNS:]  # as many of the largest as fit on a line
         lines.append(_line("of k responses", [f"k={k}" for k in sizes]))
         for family in curves:
             cells = [found.get(family.format(k)) for k in sizes]

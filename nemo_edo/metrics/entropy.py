@@ -38,7 +38,12 @@ class _Entropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, temperature, chunk):
         highest = logits.amax(dim=-1, keepdim=True)
-        _require_finite(highest)
+        if not torch.isfinite(highest).all():
+            wrong = highest[~torch.isfinite(highest)]
+            found = "NaN" if wrong.isnan().any() else "+inf" if wrong.isposinf().any() else "nothing but -inf"
+            raise ValueError(
+                f"logits hold {found}; {wrong.numel()} of {highest.numel()} positions have no distribution"
+            )
         # The two sums are of one number for each position: double costs little, and keeps entropies near 0 exact.
         sum_exp = torch.zeros_like(highest, dtype=torch.float64)
         sum_exp_z = torch.zeros_like(sum_exp)
@@ -47,7 +52,7 @@ class _Entropy(torch.autograd.Function):
             sum_exp += exp_z.sum(dim=-1, keepdim=True, dtype=torch.float64)
             sum_exp_z += exp_z.mul_(z).sum(dim=-1, keepdim=True, dtype=torch.float64)
         log_sum = sum_exp.log()
-        entropies = (log_sum - sum_exp_z / sum_exp).to(_computed_in(logits))
+        entropies = (log_sum - sum_exp_z / sum_exp).to(torch.promote_types(logits.dtype, torch.float32))
         ctx.save_for_backward(logits, highest, log_sum.to(entropies.dtype), entropies)
         ctx.temperature, ctx.chunk = temperature, chunk
         return entropies.squeeze(-1)
@@ -66,26 +71,8 @@ class _Entropy(torch.autograd.Function):
 
 def _scaled_chunks(logits: Tensor, highest: Tensor, temperature: float, chunk: int) -> Iterator[tuple[slice, Tensor]]:
     """The columns and z of one chunk after the other; z is finite, so that exp(z) * z is 0 for a logit of -inf."""
-    dtype = _computed_in(logits)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     for start in range(0, logits.shape[-1], chunk):
         columns = slice(start, start + chunk)
         z = logits[..., columns].to(dtype, copy=True).sub_(highest).div_(temperature)
         yield columns, z.clamp_(min=torch.finfo(dtype).min)
-
-
-def _computed_in(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
-def _require_finite(highest: Tensor) -> None:
-    """The highest logit of a position is NaN, or infinite, where the position has no distribution."""
-    if torch.isfinite(highest).all():
-        return
-    if highest.isnan().any():
-        found = "NaN"
-    elif highest.isposinf().any():
-        found = "+inf"
-    else:
-        found = "nothing but -inf"
-    positions = int((~torch.isfinite(highest)).sum())
-    raise ValueError(f"logits hold {found}; {positions} of {highest.numel()} positions have no distribution")

@@ -23,11 +23,9 @@ class Interval:
     """An estimate and the ends of its interval, in the unit of the values."""
 
     mean: float
-    """The estimate itself, from all of the data."""
     low: float
     """The lower end; NaN where one value gives none."""
     high: float
-    """The upper end."""
 
 
 def bootstrap_ratio(

@@ -98,18 +98,15 @@ def _exact_vote(correct: int, others: Sequence[int], abstentions: int, k: int) -
             below = np.array([math.comb(count, i) for i in range(min(votes, left + 1))], dtype=object)
             tied = math.comb(count, votes)
             fewer = [np.convolve(row, below)[: left + 1] for row in ways] + [np.zeros_like(ways[0])]
-            equal = [np.zeros_like(ways[0])] + [_shifted(row, votes) * tied for row in ways]
+            # Times x^votes, cut to the length.
+            shifted = [np.concatenate([np.zeros_like(row[:votes]), row[:-votes]]) for row in ways]
+            equal = [np.zeros_like(ways[0])] + [row * tied for row in shifted]
             ways = [a + b for a, b in zip(fewer, equal, strict=True)][: left // votes + 1]  # more rows are all 0
         free = sum(others) - sum(strong) + abstentions
         ways_free = np.array([math.comb(free, left - d) for d in range(left + 1)], dtype=object)
         for ties, row in enumerate(ways):
             score += Fraction(math.comb(correct, votes) * int(row @ ways_free), ties + 1)
     return float(score / subsets)
-
-
-def _shifted(row: np.ndarray, by: int) -> np.ndarray:
-    """The polynomial times x^by, cut to its length."""
-    return np.concatenate([np.zeros_like(row[:by]), row[:-by]])
 
 
 def _check_k(k: int, num_samples: int) -> int:

@@ -66,7 +66,11 @@ def share_intervals(
     """
     check_level(level)
     data = list(zip(*_share_data(*pairs), strict=True)) if pairs else []
-    exact = [_if_proportion(sums_P, counts_P, level) for sums_P, counts_P in data]
+    exact = []  # where the problems that count have one count, and are right or wrong as a whole
+    for sums_P, counts_P in data:
+        counts = counts_P[counts_P > 0]
+        whole = (counts == counts[0]).all() and np.isin(sums_P, (0.0, counts[0])).all()
+        exact.append(proportion_interval(int((sums_P > 0).sum()), len(counts), level) if whole else None)
     others = [pair for pair, known in zip(data, exact, strict=True) if known is None]
     weighted = zip(others, *_weighted(others, resamples, seed), strict=True) if others else iter([])
     by_weights = (_between(sums.sum() / counts.sum(), low, high, level) for (sums, counts), low, high in weighted)
@@ -140,11 +144,3 @@ def _share_data(*pairs: tuple[ArrayLike, ArrayLike]) -> Ratio:
     if (sums_MP < -rounding).any() or (sums_MP > counts_MP + rounding).any():
         raise ValueError("sums must be between 0 and counts for shares")
     return sums_MP, counts_MP
-
-
-def _if_proportion(sums_P: np.ndarray, counts_P: np.ndarray, level: float) -> Interval | None:
-    """The exact interval where the problems that count have one count, and are right or wrong as a whole."""
-    counts = counts_P[counts_P > 0]
-    if (counts != counts[0]).any() or not np.isin(sums_P, (0.0, counts[0])).all():
-        return None
-    return proportion_interval(int((sums_P > 0).sum()), len(counts), level)

@@ -40,7 +40,6 @@ from nemo_edo.report.run_record import START_LABEL, setting
 from nemo_edo.report.run_set import Trained
 
 FEWEST_ALPHAS = 3
-"""The fewest alphas of a family that make a curve."""
 ALPHA_FAMILIES = {"ED-GRPO": "GRPO", "ED-iDPO": "ETO"}
 """Family of arms that differ in alpha -> the label of the same arm without exploration."""
 NOISE_COLOR = "rgba(128,128,128,0.22)"
@@ -88,15 +87,11 @@ _DIAGNOSTICS = (
 
 @dataclass(frozen=True)
 class Charts:
-    """The charts of each section that have something to draw."""
-
     first: list[Chart]
-    """The charts of the first screen."""
     diversity: list[Chart]
     test_time: list[Chart]
     diagnostics: list[Chart]
     undrawn: list[str]
-    """The titles of those that have nothing."""
 
 
 def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
@@ -164,7 +159,6 @@ def _mark(style: ArmStyle, size: int) -> dict:
 
 
 def _bars(cells: Sequence[Estimate], **options: object) -> dict:
-    """Error bars of the intervals, where they are known."""
     above = [cell.interval.high - cell.interval.mean if cell.known else None for cell in cells]
     below = [cell.interval.mean - cell.interval.low if cell.known else None for cell in cells]
     return {"array": above, "arrayminus": below, "width": 3, **options}
@@ -174,7 +168,6 @@ def _bars(cells: Sequence[Estimate], **options: object) -> dict:
 
 
 def _trainings(comparison: Comparison) -> dict[str, list[Trained]]:
-    """The arms in every seed, and the baseline's replicate."""
     return {name: list(found.values()) for name, found in comparison.runs.policies.items() if name != START}
 
 
@@ -254,7 +247,6 @@ def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
 
 
 def _frontier(comparison: Comparison, styles: Styles) -> Chart | None:
-    """Each trained arm at its means with its intervals; a line joins those that no other beats."""
     metric = largest(comparison.metrics, "vote@") or "greedy_accuracy"
     pairs = {arm: (comparison.cell(arm, "distinct_4"), comparison.cell(arm, metric)) for arm in comparison.arms}
     cells = {arm: pair for arm, pair in pairs.items() if all(pair)}
@@ -322,7 +314,6 @@ def _alpha_charts(comparison: Comparison) -> list[Chart | None]:
 
 
 def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
-    """pass@k of the evaluations, where no responses were looked at anew."""
     ks = [int(found[1]) for metric in comparison.metrics if (found := re.fullmatch(r"pass@(\d+)", metric))]
     lines = {}
     for arm in comparison.labels:
@@ -360,7 +351,6 @@ def _stored_charts(comparison: Comparison, styles: Styles) -> list[Chart | None]
 
 
 def _over_k(comparison: Comparison, seeds: Sequence[Evaluation], family: str) -> Line:
-    """The family's curve over k. family: the metrics' name without k."""
     pattern = re.compile(re.escape(family).replace("@", r"@(\d+)"))
     curves = []  # k -> metric
     for one in seeds:

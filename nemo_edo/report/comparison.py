@@ -48,7 +48,6 @@ class Estimate:
 
     @property
     def known(self) -> bool:
-        """Whether it has an interval."""
         return math.isfinite(self.interval.low)
 
     @property
@@ -77,7 +76,6 @@ class Difference(Estimate):
 
     @property
     def shown(self) -> bool:
-        """Whether the seeds show that it is not 0; never with one."""
         return self.p_adjusted < LEVEL
 
 
@@ -89,7 +87,6 @@ class Changes(NamedTuple):
 
 
 Cells = dict[str, dict[str, Estimate]]
-"""measure -> arm -> its values."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +95,12 @@ class MatchedArms:
     (``matching.match_accuracy``)."""
 
     accuracies: dict[int, float]
-    """The middle of the range by seed; seeds in which fewer than two arms can be matched are left out."""
     values: Cells
     differences: Cells
     """An arm's values minus the baseline's in the same seeds."""
     last: Cells
     """An arm's values at its last collection, at whatever accuracy that had."""
     left_out: dict[str, dict[int, str]]
-    """arm -> seed -> why it has no value there."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,6 @@ class Comparison:
 
     runs: RunSet
     labels: dict[str, str]
-    """Policy -> label: the start, where it was evaluated, and the trained arms."""
     metrics: tuple[str, ...]
     table: dict[str, dict[str, Estimate]]
     """policy -> metric -> estimate, of what was measured. It has the replicate, too."""
@@ -130,7 +124,6 @@ class Comparison:
 
     @property
     def arms(self) -> dict[str, dict[int, Trained]]:
-        """The trained arms (``RunSet.arms``)."""
         return self.runs.arms
 
     @property
@@ -148,12 +141,10 @@ class Comparison:
 
     @property
     def temperature_named(self) -> bool:
-        """Whether some metrics' names have another temperature."""
         return any(plain_name(metric) != metric for metric in self.metrics)
 
     @property
     def is_one(self) -> bool:
-        """Whether intervals are over problems, as those of one run are."""
         return self.runs.is_one
 
     def cell(self, policy: str, metric: str) -> Estimate | None:

@@ -7,7 +7,6 @@ and differences only, next to the distance between two trainings of the baseline
 from __future__ import annotations
 
 import io
-import json
 from itertools import product
 
 from rich import box
@@ -19,14 +18,11 @@ from nemo_edo.config.training import ONE_STEP
 from nemo_edo.evaluation.results import POOLED, START, largest, main_metrics, metric_name, short_interval
 from nemo_edo.metrics.intervals import POWER
 from nemo_edo.report.comparison import LEVEL, Comparison, Difference, Estimate
-from nemo_edo.report.run_set import arm_settings
 
 MALFORMED_BELOW = 0.5
 """An arm with a smaller share of well-formed answers has broken down; its entropy and diversity are not a merit."""
 TRUNCATED_ABOVE = 0.1
-"""A larger share of truncated responses is named."""
 MOST_NAMED = 3
-"""Differences that the first sentence names."""
 WIDTH, LABEL_WIDTH = 80, 19
 """Columns of a terminal, and those of a label: a longer one takes several lines."""
 METHOD = f"t tests over seeds, Holm's correction, level {LEVEL:g}"
@@ -43,14 +39,13 @@ def conclusions(comparison: Comparison) -> list[str]:
             outcome = "; ".join([*shown, *([f"no difference shown in {', '.join(unclear)}"] if unclear else [])])
             over = f"{labels[comparison.baseline]}, {count(len(found[0].by_seed), 'seed')}"
             said.append(f"{labels[arm]} against {over}: {outcome}.")
-    return [*said, *_exploration(comparison), *_alpha(comparison), *_matched(comparison), _scope(comparison)]
+    return [*said, *_exploration(comparison), *_matched(comparison), _scope(comparison)]
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
 def count(number: int, noun: str) -> str:
-    """``1 run``, ``3 runs``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
@@ -70,12 +65,10 @@ def direction(difference: Difference) -> str:
 
 
 def plain(metric: str) -> str:
-    """The metric's name without its unit."""
     return metric_name(metric).removesuffix(" (nats)")
 
 
 def short_name(metric: str) -> str:
-    """The metric as the head of a narrow column."""
     return _SHORT_NAMES.get(metric, metric_name(metric))
 
 
@@ -84,7 +77,6 @@ def _in_words(difference: Difference) -> str:
 
 
 def _tested(comparison: Comparison, arm: str | None = None) -> list[Difference]:
-    """The differences over several seeds, of one arm or of all."""
     return [d for d in comparison.differences if len(d.by_seed) > 1 and arm in (None, d.arm)]
 
 
@@ -92,7 +84,6 @@ def _tested(comparison: Comparison, arm: str | None = None) -> list[Difference]:
 
 
 def _result(comparison: Comparison) -> str:
-    """The result in one sentence, or two."""
     labels, tested, differences = comparison.labels, _tested(comparison), comparison.differences
     if not differences:
         last = list(labels)[-1]
@@ -125,7 +116,6 @@ def _result(comparison: Comparison) -> str:
 
 
 def _power(tested: list[Difference]) -> str:
-    """The difference that so many seeds would have shown, by the spread of theirs."""
     metric = largest([d.metric for d in tested], "vote@") or tested[0].metric
     most = max(d.detectable for d in tested if d.metric == metric)
     return (
@@ -153,7 +143,6 @@ def _warnings(comparison: Comparison) -> list[str]:
 
 
 def _truncated(comparison: Comparison) -> list[str]:
-    """Arms many of whose last responses in training reached the length limit."""
     said = []
     for arm, by_seed in comparison.arms.items():
         shares = [trained.lines("collection") for trained in by_seed.values()]
@@ -211,7 +200,6 @@ def _scope(comparison: Comparison) -> str:
 
 
 def _exploration(comparison: Comparison) -> list[str]:
-    """Whether exploration paid off at test time, with the baselines that do not explore named alongside."""
     if comparison.baseline in (None, START):
         return []
     labels, said = comparison.labels, []
@@ -244,28 +232,6 @@ def _exploration(comparison: Comparison) -> list[str]:
             said.append(f"{labels[arm]} took {ONE_STEP}, where exploration adds noise only: this is no test of it.")
         elif found:
             said.append(f"{labels[arm]} shows no gain over {labels[comparison.baseline]} in {' or '.join(names)}.")
-    return said
-
-
-def _alpha(comparison: Comparison) -> list[str]:
-    """What the seeds show against alpha = 0, for arms that share every setting but the strength of exploration."""
-    families: dict[str, dict[str, float]] = {}
-    for arm, by_seed in comparison.arms.items():
-        trained = next(iter(by_seed.values()))
-        settings = arm_settings(trained.record, trained.name)
-        alpha, _ = settings.pop("alpha"), settings.pop("exploration_coefficient")
-        if alpha is not None:
-            families.setdefault(json.dumps(settings, sort_keys=True, default=str), {})[arm] = alpha
-    said = []
-    for alphas in families.values():
-        others = sorted((arm for arm, alpha in alphas.items() if alpha), key=alphas.__getitem__)
-        found = [d for arm in others for d in _tested(comparison, arm)]
-        if alphas.get(comparison.baseline) == 0 and found:
-            shown = [f"{comparison.labels[d.arm]}: {_in_words(d)}" for d in found if d.shown]
-            outcome = f"no difference is shown in {', '.join(dict.fromkeys(plain(d.metric) for d in found))}"
-            if shown:
-                outcome = f"{len(shown)} of {len(found)} differences are shown ({'; '.join(shown)})"
-            said.append(f"Alpha {', '.join(f'{alphas[arm]:g}' for arm in others)} against 0: {outcome}.")
     return said
 
 

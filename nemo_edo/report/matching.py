@@ -39,14 +39,10 @@ failed would pull the common level down to the start, where all arms are alike a
 
 @dataclass(frozen=True)
 class Matched:
-    """Every arm of one seed, read over one range of sampled training accuracies."""
-
     accuracy: float | None
-    """The middle of the range."""
     values: dict[str, np.ndarray]
     """arm -> [M] the mean of each measure over the range."""
     reasons: dict[str, str]
-    """arm -> why it has no value there."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,6 @@ class _Fit:
         return self.points[-1, 0] - self.points[0, 0] if len(self.points) else 0.0
 
     def at(self, accuracies: np.ndarray) -> np.ndarray:
-        """[K, M] the measures by linear interpolation."""
         return np.stack([np.interp(accuracies, self.points[:, 0], one) for one in self.points[:, 1:].T], axis=1)
 
 
@@ -123,7 +118,10 @@ def _difference(arm: _Fit, baseline: _Fit, low: float, high: float) -> np.ndarra
     for ours, theirs, sign in ((arm, baseline, 1), (baseline, arm, -1)):
         gaps_KM, weights_K = _at_own_points(ours, theirs, low, high)
         if len(weights_K):
-            sides.append((_squared_gap(ours, low, high), sign * (weights_K @ gaps_KM) / weights_K.sum()))
+            at = ours.points[:, 0]
+            distances = np.diff(at)[(at[1:] > low) & (at[:-1] < high)]
+            squared = (distances**3).sum() / distances.sum()  # their mean over the range
+            sides.append((squared, sign * (weights_K @ gaps_KM) / weights_K.sum()))
     total = sum(weight for weight, _ in sides)
     return sum(weight * gap / total for weight, gap in sides) if sides else None
 
@@ -146,13 +144,6 @@ def _at_own_points(ours: _Fit, theirs: _Fit, low: float, high: float) -> tuple[n
     gaps = ours.points[inner, 1:] - theirs.at(at)
     weights = inside * reached * ours.sizes[inner] / (1 + (far_K / NEAR) ** 2)
     return gaps[weights > 0], weights[weights > 0]
-
-
-def _squared_gap(fit: _Fit, low: float, high: float) -> float:
-    """The mean squared distance of neighbouring points over the range."""
-    at = fit.points[:, 0]
-    distances = np.diff(at)[(at[1:] > low) & (at[:-1] < high)]
-    return float((distances**3).sum() / distances.sum())
 
 
 def _fitted(curve: np.ndarray) -> _Fit:

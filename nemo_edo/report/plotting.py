@@ -31,7 +31,6 @@ SYMBOLS = {
 }
 """plotly's name -> an SVG path in a box of 34 x 12, for the legend."""
 MOST_MARKERS = 40
-"""Longer lines are drawn without markers."""
 HEIGHT = 268
 """Pixels of a chart: two next to each other fit on a first screen of 800 under the table."""
 FONT = {"family": "system-ui, sans-serif", "size": 12}
@@ -55,7 +54,6 @@ class Chart:
     title: str
     caption: str
     legend: tuple[ArmStyle, ...]
-    """The arms drawn, in order."""
     html: str
 
 

@@ -34,7 +34,6 @@ START_LABEL = "Start (before RL)"
 ALONE_LABEL = "SFT"
 """The label of the same policy in a run without arms, which trains nothing but the warm-up."""
 UNTRAINED_LABEL = "Model as it is"
-"""The label in a run that trains nothing."""
 SEARCH_EVALUATION = "evaluation.json"
 """The file in a search's folder with the accuracy of each problem."""
 SEARCH_ACCURACY = "search_accuracy"
@@ -56,8 +55,6 @@ class ArmSettings:
 
 @dataclass(frozen=True, eq=False)
 class RunRecord:
-    """A run folder in memory."""
-
     folder: Path
     config: dict[str, Any]
     config_text: str
@@ -80,7 +77,6 @@ class RunRecord:
         return self.summary["seed"]
 
     def label(self, arm: str) -> str:
-        """The label of an arm, or of the policy that the arms start from."""
         if arm != START:
             return self.arms[arm].label
         if self.arms:
@@ -88,7 +84,6 @@ class RunRecord:
         return UNTRAINED_LABEL if self.config.get("algorithm") == "none" else ALONE_LABEL
 
     def of(self, kind: str, arm: str) -> pd.DataFrame:
-        """The arm's lines of one kind, in order."""
         return self.lines[(self.lines["kind"] == kind) & (self.lines["arm"] == arm)]
 
 
@@ -99,39 +94,28 @@ def read_run(folder: Path) -> RunRecord:
     if not isinstance(summary["arms"], dict):
         raise UserError(f"{path}: arms is {summary['arms']!r}, expected an object; {RESTORE}")
     check_arm_names(summary["arms"])
-    arms, names = {}, [field.name for field in fields(ArmSettings)]
+    arms = {}
     for arm, settings in summary["arms"].items():
-        missing = [name for name in names if not isinstance(settings, dict) or name not in settings]
-        if missing:
-            raise UserError(f"{path}: arms.{arm}.{missing[0]} is missing; {RESTORE}")
-        arms[arm] = ArmSettings(**{name: settings[name] for name in names})
-    has_replicate = arms.pop(REPLICATE, None) is not None
+        try:
+            arms[arm] = ArmSettings(**{field.name: settings[field.name] for field in fields(ArmSettings)})
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{path}: arms.{arm}.{error.args[0]} is missing; {RESTORE}") from error
     config = read_mapping(folder / "config.yaml")
-    if not arms and config.get("algorithm") not in ("sft", "none"):
-        raise UserError(f"{path}: arms is empty, expected the settings of at least one arm")
-    if has_replicate and summary["baseline"] not in arms:
-        raise UserError(f"{path}: baseline is {summary['baseline']!r}, expected one of {list(arms)}")
     evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
-    evaluated += [*arms, *([REPLICATE] if has_replicate else [])]
+    evaluated += arms
+    arms.pop(REPLICATE, None)
     evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in evaluated}
     replicate = evaluations.pop(REPLICATE, None)
     samples = read_json(folder / "samples.json")
     needed = {"question", "answer"}
     if not isinstance(samples, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in samples):
         raise UserError(f"{folder / 'samples.json'}: expected problems, each with question and answer; {RESTORE}")
-    return RunRecord(
-        folder,
-        config,
-        read_text(folder / "config.yaml"),
-        summary,
-        arms,
-        _read_lines(folder / "metrics.jsonl"),
-        evaluations,
-        replicate,
-        {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))},
-        samples,
-        _changed(folder),
-    )
+    text, lines = read_text(folder / "config.yaml"), _read_lines(folder / "metrics.jsonl")
+    test_time = {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))}
+    journal = folder / "journal.json"
+    files = read_object(journal, ()).get("files", {}) if journal.is_file() else {}
+    changed = [str(sentence) for sentence in files.get("changed", [])]
+    return RunRecord(folder, config, text, summary, arms, lines, evaluations, replicate, test_time, samples, changed)
 
 
 def setting(record: RunRecord, key: str) -> Any:
@@ -142,12 +126,6 @@ def setting(record: RunRecord, key: str) -> Any:
             raise UserError(f"{record.folder / 'config.yaml'}: {key} is missing; expected the run's resolved config")
         value = value[part]
     return value
-
-
-def _changed(folder: Path) -> list[str]:
-    path = folder / "journal.json"
-    files = read_object(path, ()).get("files", {}) if path.is_file() else {}
-    return [str(sentence) for sentence in files.get("changed", [])]
 
 
 def _read_test_time(folder: Path, arm: str) -> Evaluation | None:

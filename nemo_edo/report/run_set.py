@@ -24,7 +24,6 @@ from nemo_edo.report.run_record import ArmSettings, RunRecord, read_run
 from nemo_edo.utils.files import read_mapping
 
 SWEEP = "sweep.yaml"
-"""The file of a sweep's folder that names its members."""
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
 WITHOUT_EFFECT = (
@@ -46,8 +45,6 @@ MAY_DIFFER = (
 
 @dataclass(frozen=True)
 class FoundRuns:
-    """What the arguments of ``nemo-edo report`` name."""
-
     folders: tuple[Path, ...]
     """The folders of finished runs."""
     left_out: dict[Path, str]
@@ -62,7 +59,6 @@ class Trained:
 
     record: RunRecord
     name: str
-    """The policy's name in that run."""
 
     @property
     def settings(self) -> ArmSettings:
@@ -75,11 +71,9 @@ class Trained:
 
     @property
     def test_time(self) -> Evaluation | None:
-        """Its curves over k and its search, where there are any."""
         return self.record.test_time.get(self.name)
 
     def lines(self, kind: str) -> pd.DataFrame:
-        """The policy's lines of metrics.jsonl of one kind, in order."""
         return self.record.of(kind, self.name)
 
 
@@ -92,10 +86,8 @@ class RunSet:
     """arm -> seed -> the arm in the run of that seed, in the order in which the runs have them. Its key is its name in
     one run; in several, which may name it differently, its label."""
     labels: dict[str, str]
-    """Each arm's label."""
     left_out: dict[Path, str]
     folder: Path
-    """Where the report goes by default."""
 
     @property
     def is_one(self) -> bool:
@@ -170,7 +162,6 @@ def read_runs(found: FoundRuns) -> RunSet:
 
 
 def one_run(folder: Path) -> RunSet:
-    """The set of one run, for the report in its own folder."""
     return read_runs(FoundRuns((folder,), {}, folder))
 
 
@@ -186,7 +177,6 @@ def arm_settings(record: RunRecord, name: str) -> dict[str, Any]:
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, by dotted key."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

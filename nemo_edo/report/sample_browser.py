@@ -32,7 +32,6 @@ Response = list
 @dataclass(frozen=True)
 class BrowsedSamples:
     policies: list[str]
-    """Their labels."""
     packed: str
     """gzip as base64 of JSON: ``policies``, each with its label and whether it was ``trained``, and ``problems``, each
     with ``id``, ``question``, ``answer`` and the ``responses`` of each policy."""
@@ -41,7 +40,6 @@ class BrowsedSamples:
     each: int
     """Sampled responses of a policy to a problem in the page, at most."""
     complete: bool
-    """Whether that is all of them."""
 
 
 def sample_browser(comparison: Comparison) -> BrowsedSamples | None:

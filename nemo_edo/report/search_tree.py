@@ -12,49 +12,30 @@ from nemo_edo.test_time.search_llm import SearchResult
 from nemo_edo.utils.files import read_object
 
 SHOWN = 6
-"""Trees on a page, the first by their files' names."""
 COLUMN, ROW, MARGIN = 96, 24, 16
 """Pixels from a node to its child, between leaves, and around the tree."""
 _STORED = ("parent", "finished", "samples", "reward", "width", "value", "made_at", "expanded_at")
-
-
-@dataclass
-class TreeNode:
-    parent: int | None
-    step: str
-    """The text of its step; empty for the question."""
-    finished: bool
-    reward: float
-    width: float
-    value: float
-    made_at: int
-    expanded_at: int | None
-    x: int
-    """Pixels."""
-    y: int
-    chosen: bool
-    """Whether it is on the path to the answer."""
 
 
 @dataclass(frozen=True)
 class SearchTree:
     name: str
     question: str
-    nodes: tuple[TreeNode, ...]
+    nodes: tuple[dict[str, Any], ...]
+    """The recorded nodes, each also with its place ``x`` and ``y`` in pixels, and whether it is ``chosen``, on the path
+    to the answer."""
     width: int
-    """Pixels of the drawing."""
     height: int
 
     @property
-    def edges(self) -> list[tuple[TreeNode, TreeNode]]:
+    def edges(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """(parent, child), in the order in which they are drawn: the path to the answer on top."""
-        edges = [(self.nodes[node.parent], node) for node in self.nodes if node.parent is not None]
-        return sorted(edges, key=lambda edge: edge[1].chosen)
+        edges = [(self.nodes[node["parent"]], node) for node in self.nodes if node["parent"] is not None]
+        return sorted(edges, key=lambda edge: edge[1]["chosen"])
 
     @property
-    def answer(self) -> list[TreeNode]:
-        """The steps to the answer, in order."""
-        return [node for node in self.nodes if node.chosen and node.parent is not None]
+    def answer(self) -> list[dict[str, Any]]:
+        return [node for node in self.nodes if node["chosen"] and node["parent"] is not None]
 
 
 def tree_record(result: SearchResult) -> dict[str, Any]:
@@ -93,17 +74,15 @@ def _drawn(name: str, record: dict[str, Any]) -> SearchTree:
     leaves, places = itertools.count(), {}
 
     def put(place: int, depth: int) -> float:
-        """Places a node after its children, and returns its row."""
         rows = [put(child, depth + 1) for child in children[place]] or [float(next(leaves))]
         row = (rows[0] + rows[-1]) / 2
         places[place] = MARGIN + depth * COLUMN, round(MARGIN + row * ROW)
         return row
 
     put(0, 0)
-    kept = ("step", *(key for key in _STORED if key != "samples"))
     drawn = []
     for place, node in enumerate(nodes):
         x, y = places[place]
-        drawn.append(TreeNode(**{key: node[key] for key in kept}, x=x, y=y, chosen=place in chosen))
+        drawn.append({**{key: node[key] for key in ("step", *_STORED)}, "x": x, "y": y, "chosen": place in chosen})
     width, height = (max(ends) for ends in zip(*places.values(), strict=True))
     return SearchTree(name, record["question"], tuple(drawn), width + COLUMN, height + MARGIN)

@@ -18,7 +18,6 @@ from nemo_edo.errors import UserError
 from nemo_edo.utils.files import replacing
 
 DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""The exceptions by which Arrow tells of damaged content."""
 
 
 def write_table(path: Path, table: pa.Table) -> None:

@@ -134,7 +134,6 @@ class Parts:
         return {_key(item.rollout): item for item in stored}
 
     def _write(self, rollouts: Sequence[Rollout], scorer: Scorer, problems: Sequence[Problem]) -> list[ScoredRollout]:
-        """Scores the responses and puts them on disk."""
         require_version(rollouts, self._iteration, self._versions, "the engine")
         gave_up = None
         try:
@@ -228,7 +227,6 @@ def _key(one: GenerationRequest | Rollout) -> tuple[str, int]:
 
 
 def require_version(found: Sequence[ScoredRollout | Rollout], t: int, versions: range, where: str) -> None:
-    """Raises UserError unless all responses of iteration ``t`` are of policy versions among ``versions``."""
     rollouts = (getattr(item, "rollout", item) for item in found)
     strange = next((rollout for rollout in rollouts if rollout.policy_version not in versions), None)
     if strange is None:

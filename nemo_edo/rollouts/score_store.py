@@ -53,11 +53,9 @@ class ScoreStore:
         self.folder = Path(folder)
 
     def write(self, kind: str, scores: Mapping[Key, StepScores], *, rollouts: str, made_by: str) -> Path:
-        """Writes the scores of all responses of a kind, and removes the parts."""
         return self._table(kind).write(_rows(scores), {_ROLLOUTS: rollouts, _MADE_BY: made_by})
 
     def write_part(self, kind: str, scores: Mapping[Key, StepScores], *, rollouts: str, made_by: str) -> None:
-        """Writes a part of a kind that is still being scored."""
         self._table(kind).write_part(_rows(scores), {_ROLLOUTS: rollouts, _MADE_BY: made_by})
 
     def scored(self, kind: str, *, rollouts: str, made_by: str) -> dict[Key, StepScores]:

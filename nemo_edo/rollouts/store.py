@@ -51,7 +51,6 @@ _SCORE_FIELDS = ("reward", "answer", "well_formed", "reason", "parts", "success_
 _ADDED = {"parts": [], "success_at": ScoredRollout.success_at, "routed_experts": b""}
 """Columns that files of earlier versions lack, with what a row of these has in them."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-"""The device is full, or the user's quota on it."""
 _SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
 _TOKENIZER = b"nemo_edo.tokenizer"
 """The key of the file's metadata that names the tokenizer of its token ids."""
@@ -128,8 +127,7 @@ class RolloutStore:
 
     def read_table(self, iteration: int, columns: Sequence[str]) -> pa.Table:
         """Some columns of all ranks' rollouts, in the order in which they were written; errors as of ``read``."""
-        tables = [self._read(path, columns) for path in self._shards(iteration)]
-        return pa.concat_tables([_completed(table, columns) for table in tables])
+        return pa.concat_tables([self._read(path, columns) for path in self._shards(iteration)])
 
     def lost(self, iterations: Iterable[int]) -> list[Path]:
         """The files that are damaged, and the folders that lack one, of complete iterations."""
@@ -155,7 +153,6 @@ class RolloutStore:
         return list(itertools.takewhile(Path.is_file, (folder / f"part_{n:05d}.parquet" for n in itertools.count())))
 
     def _shards(self, iteration: int) -> list[Path]:
-        """The iteration's files in the order of the ranks."""
         folder = self._iteration_folder(iteration)
         names = [match for path in folder.glob("*.parquet") if (match := _SHARD_NAME.fullmatch(path.name))]
         world_sizes = sorted({int(match[2]) for match in names})
@@ -172,9 +169,12 @@ class RolloutStore:
 
     def _write(self, path: Path, iteration: int, scored: Sequence[ScoredRollout]) -> None:
         schema = _SCHEMA if self.tokenizer is None else _SCHEMA.with_metadata({_TOKENIZER: self.tokenizer})
-        table = pa.Table.from_pylist([_to_row(one) for one in scored], schema=schema)
+        rows = []
+        for one in scored:
+            row = {**vars(one.rollout), **{name: getattr(one, name) for name in _SCORE_FIELDS}}
+            rows.append(row | {name: np.asarray(row[name]) for name in ("response_ids", "response_logprobs")})
         try:
-            write_table(path, table)
+            write_table(path, pa.Table.from_pylist(rows, schema=schema))
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -189,16 +189,23 @@ class RolloutStore:
             for batch in table.to_batches(max_chunksize=64):  # Python's numbers are many times as large as Arrow's
                 for row in batch.to_pylist():
                     prompt = tuple(row["prompt_ids"])
-                    yield _from_row({**row, "prompt_ids": prompts.setdefault(prompt, prompt)})
+                    row["prompt_ids"] = prompts.setdefault(prompt, prompt)
+                    scores = {name: row.pop(name) for name in _SCORE_FIELDS}
+                    scores["parts"] = dict(scores["parts"])
+                    yield ScoredRollout(Rollout(**row), **scores)
         except DAMAGED as error:
             raise _damaged(path) from error
 
     def _read(self, path: Path, columns: Sequence[str] = _SCHEMA.names) -> pa.Table:
+        """The columns, with those that a file of an earlier version lacks."""
         file = self._open(path)
         try:
-            return file.read([name for name in columns if name in file.schema_arrow.names])
+            table = file.read([name for name in columns if name in file.schema_arrow.names])
         except DAMAGED as error:
             raise _damaged(path) from error
+        for name in set(columns) - set(table.column_names):
+            table = table.append_column(_SCHEMA.field(name), [[_ADDED[name]] * len(table)])
+        return table.select(list(columns))
 
     def _open(self, path: Path) -> pq.ParquetFile:
         try:
@@ -235,7 +242,6 @@ def estimate_bytes(num_rollouts: int, max_prompt: int, max_response: int) -> int
 
 
 def free_bytes(folder: str | Path) -> int:
-    """Free bytes of the file system of ``folder``, which need not exist yet."""
     folder = Path(folder).absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     return shutil.disk_usage(existing).free
@@ -255,23 +261,5 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
-    """The columns, with those that a file of an earlier version lacks."""
-    for name in set(columns) - set(table.column_names):
-        table = table.append_column(_SCHEMA.field(name), [[_ADDED[name]] * len(table)])
-    return table.select(list(columns))
-
-
 def _damaged(path: Path) -> UserError:
     return UserError(f"{path}: is not a readable Parquet file; delete it to generate its rollouts again")
-
-
-def _to_row(scored: ScoredRollout) -> dict:
-    row = {**vars(scored.rollout), **{name: getattr(scored, name) for name in _SCORE_FIELDS}}
-    return row | {name: np.asarray(row[name]) for name in ("response_ids", "response_logprobs")}
-
-
-def _from_row(row: dict) -> ScoredRollout:
-    scores = {name: row.pop(name, _ADDED.get(name)) for name in _SCORE_FIELDS}
-    scores["parts"] = dict(scores["parts"])
-    return ScoredRollout(Rollout(**row), **scores)

@@ -38,7 +38,6 @@ from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
 ALGORITHM = tuple(field.name for field in fields(SearchConfig))
-"""Settings of the search itself."""
 MEASURED = ("finished", "tokens", "response_tokens", "score", "nodes", "samples", "iterations")
 """Fields of a record that are averaged over problems in addition to the accuracy."""
 
@@ -80,7 +79,6 @@ def search_model(cfg: RunConfig) -> list[str]:
 
 
 def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
-    """What is known of it before its weights are read."""
     if cfg.search.reward_model is None:
         raise UserError("search.reward_model: give the folder of a process reward model")
     about = read_reward_folder(Path(cfg.search.reward_model))
@@ -206,9 +204,15 @@ def _search_part(
 def _conclude(
     cfg: RunConfig, folder: RunFolder, arm: str, store: SearchStore, records: Sequence[SearchRecord], seed: int
 ) -> list[str]:
-    """Writes the results, their means and, for a run that is finished, its report."""
+    """Writes the results, their means and, for a run that is finished, its report. Problems on whose answers a judge
+    abstained do not count in the accuracy."""
     store.write(records)
-    found = measured(arm, records)
+    ones, with_verdict = np.ones(len(records)), np.array([float(record.has_verdict) for record in records])
+    metrics = {
+        "accuracy": (with_verdict * [record.reward for record in records], with_verdict),
+        **{name: (np.array([float(getattr(record, name)) for record in records]), ones) for name in MEASURED},
+    }
+    found = Evaluation(arm, tuple(record.problem_id for record in records), metrics)
     means = found.means(resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
     name = store.folder.relative_to(folder.path)
     about = {"problems": len(records), "seed": seed, "settings": asdict(cfg.search)}
@@ -219,14 +223,3 @@ def _conclude(
     lines += [f"  {metric}: {one['mean']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for metric, one in means.items()]
     report = [f"report: {write_report(one_run(folder.path)).path}"] if folder.is_finished else []
     return [*lines, f"written: {store.folder}", *report]
-
-
-def measured(arm: str, records: Sequence[SearchRecord]) -> Evaluation:
-    """The accuracy, the share of solutions that ended by themselves, and what the search took. Problems on whose
-    answers a judge abstained do not count in the accuracy."""
-    ones, with_verdict = np.ones(len(records)), np.array([float(record.has_verdict) for record in records])
-    metrics = {
-        "accuracy": (with_verdict * [record.reward for record in records], with_verdict),
-        **{name: (np.array([float(getattr(record, name)) for record in records]), ones) for name in MEASURED},
-    }
-    return Evaluation(arm, tuple(record.problem_id for record in records), metrics)

@@ -23,15 +23,11 @@ _LABEL = "nemo_edo.search"
 
 @dataclass(frozen=True)
 class SearchRecord:
-    """The result of one problem's search."""
-
     problem_id: str
     reward: float
-    """The verifier's reward of the answer."""
     answer: str | None
     well_formed: bool
     reason: str
-    """Why the reward is what it is, in words."""
     finished: bool
     """Whether the solution ended by itself; otherwise it was cut off, or is only the best leaf."""
     ended: bool
@@ -40,17 +36,13 @@ class SearchRecord:
     """The reward model's score of the solution's last step."""
     text: str
     response_tokens: int
-    """Tokens of the solution."""
     tokens: int
-    """Tokens sampled for the whole search."""
     nodes: int
     samples: int
-    """Steps that were sampled."""
     iterations: int
 
     @property
     def has_verdict(self) -> bool:
-        """Whether the reward is a verdict; otherwise a judge abstained."""
         return not self.reason.startswith(ABSTAINED)
 
 
@@ -85,7 +77,6 @@ class SearchStore:
         _table(self.folder).write_part([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
 
     def write(self, records: Sequence[SearchRecord]) -> Path:
-        """Writes the records of all problems, and removes the parts."""
         return _table(self.folder).write([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
 
 
@@ -103,7 +94,6 @@ def _table(folder: Path) -> PartedTable:
 
 
 def _read(folder: Path, path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
-    """The records and the label of a file."""
     rows, metadata = _table(folder).read(path)
     try:
         return [SearchRecord(**row) for row in rows], json.loads(metadata[_LABEL])

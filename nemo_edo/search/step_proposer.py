@@ -23,15 +23,12 @@ END, ANSWER, LENGTH = "end", "answer", "length"
 
 @dataclass(frozen=True)
 class Draft:
-    """The tokens of a path."""
-
     problem_id: str
     prompt_ids: tuple[int, ...]
     ids: tuple[int, ...] = ()
     """Sampled so far, an end token included."""
     logprobs: tuple[float, ...] = ()
     text: str = ""
-    """The text of ``ids``, without an end token."""
     rest: str = ""
     """What ``text`` has after its last separator."""
     end: str | None = None

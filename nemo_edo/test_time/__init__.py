@@ -1,7 +1,6 @@
 """Spending more compute at test time: votes over several responses, best-of-N, and tree search with a memory."""
 
 from nemo_edo.metrics.pass_at_k import expected_vote_score
-from nemo_edo.test_time.best_of_n import aggregate_steps, best_of_n
 from nemo_edo.test_time.gaussian_process import PosteriorVariance
 from nemo_edo.test_time.search_llm import (
     SearchConfig,
@@ -14,4 +13,4 @@ from nemo_edo.test_time.search_llm import (
     StepScore,
     StepScorer,
 )
-from nemo_edo.test_time.voting import majority_vote, vote_counts, weighted_vote
+from nemo_edo.test_time.voting import aggregate_steps, best_of_n, majority_vote, vote_counts, weighted_vote

@@ -12,7 +12,6 @@ Dimensions: n responses to one problem, K = n sizes of subsets, A different answ
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import comb
 
@@ -20,7 +19,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nemo_edo.metrics.pass_at_k import pass_at_k
-from nemo_edo.metrics.whole_number import whole_number
 
 ROUNDING = 1e-9
 """Share of all responses' weight: totals closer than this are a tie."""
@@ -40,49 +38,30 @@ def best_of_curve(scores: ArrayLike, rewards: ArrayLike) -> np.ndarray:
 
     The response of rank r from the top (0 to n - 1) is the best of C(n - 1 - r, k - 1) of the C(n, k) subsets. Of
     responses with equal scores each is as likely to be chosen, so each counts with their mean reward.
-    scores, rewards: [n]. Raises ValueError for other shapes, no response, and numbers that are not finite.
+    scores, rewards: [n].
     """
-    scores_n, rewards_n = (np.asarray(values, dtype=np.float64) for values in (scores, rewards))
-    if scores_n.ndim != 1 or scores_n.shape != rewards_n.shape or scores_n.size == 0:
-        raise ValueError(f"scores {scores_n.shape} and rewards {rewards_n.shape} must both have one for each response")
-    if not (np.isfinite(scores_n).all() and np.isfinite(rewards_n).all()):
-        raise ValueError("scores and rewards must be finite")
-    _, tied_n, sizes = np.unique(-scores_n, return_inverse=True, return_counts=True)  # the highest first
-    means = np.bincount(tied_n, weights=rewards_n) / sizes
-    return _shares_of_ranks(scores_n.size) @ np.repeat(means, sizes)
+    _, tied_n, sizes = np.unique(-np.asarray(scores), return_inverse=True, return_counts=True)  # the highest first
+    means = np.bincount(tied_n, weights=np.asarray(rewards)) / sizes
+    return _shares_of_ranks(len(tied_n)) @ np.repeat(means, sizes)
 
 
-@dataclass(frozen=True)
-class Circles:
-    """The orders of n responses whose windows votes are averaged over: the same ones for every vote on a problem, so
-    that votes differ by their rule and not by their samples."""
-
-    orders: np.ndarray
-    """[C, n] permutations of the n responses."""
-
-    @classmethod
-    def sample(cls, num_samples: int, subsets: int, rng: np.random.Generator) -> Circles:
-        """As many circles as give at least ``subsets`` windows of each size. Raises ValueError for a number below 1."""
-        n, subsets = whole_number("num_samples", num_samples, least=1), whole_number("subsets", subsets, least=1)
-        return cls(rng.permuted(np.tile(np.arange(n), (-(-subsets // n), 1)), axis=1))
+def sample_circles(num_samples: int, subsets: int, rng: np.random.Generator) -> np.ndarray:
+    """[C, n] permutations of the n responses, the orders whose windows votes are averaged over: as many as give at
+    least ``subsets`` windows of each size. With the same ones, votes on a problem differ by their rule alone."""
+    return rng.permuted(np.tile(np.arange(num_samples), (-(-subsets // num_samples), 1)), axis=1)
 
 
 def vote_curve(
-    answers: Sequence[Hashable | None], right: Sequence[bool], circles: Circles, weights: ArrayLike | None = None
+    answers: Sequence[Hashable | None], right: Sequence[bool], circles: np.ndarray, weights: ArrayLike | None = None
 ) -> np.ndarray:
     """[K] the probability that a vote of k is right, ties broken at random (``metrics.vote_success``).
 
     The answer with the most votes wins, or with ``weights`` the one with the largest total weight among those that
     have votes. None is an abstention: it is sampled but has no vote. An answer counts with the share of its responses
-    that are right. weights: [n], for example a reward model's scores. Raises ValueError for lengths that differ from
-    the circles', and weights that are negative or not finite.
+    that are right. weights: [n], at least 0, for example a reward model's scores.
     """
-    n = circles.orders.shape[1]
-    if len(answers) != n or len(right) != n:
-        raise ValueError(f"{len(answers)} answers and {len(right)} marks for circles of {n} responses")
+    n = circles.shape[1]
     weights_n = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
-    if weights_n.shape != (n,) or not (np.isfinite(weights_n) & (weights_n >= 0)).all():
-        raise ValueError(f"weights must be {n} finite numbers of at least 0")
     classes, right_A = _classes(answers, right)
     if not right_A.any():
         return np.zeros(n)
@@ -90,7 +69,7 @@ def vote_curve(
     voting = np.flatnonzero(classes >= 0)
     votes_nA[voting, classes[voting]] = 1
     total = np.zeros(n)
-    for order in circles.orders:
+    for order in circles:
         votes_KnA = _windows(votes_nA[order])
         if weights is None:
             leading = votes_KnA == votes_KnA.max(axis=2, keepdims=True)
@@ -101,7 +80,7 @@ def vote_curve(
         leaders_Kn = leading.sum(axis=2)
         wins_Kn = (leading @ right_A) / np.maximum(leaders_Kn, 1)
         total += wins_Kn.mean(axis=1)
-    return total / len(circles.orders)
+    return total / len(circles)
 
 
 def _windows(rows_nA: np.ndarray) -> np.ndarray:

@@ -53,13 +53,11 @@ class PosteriorVariance:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets all observations."""
         eye_DD = torch.eye(self.dim, dtype=torch.float64, device=self.device)
         self._factor_DD = math.sqrt(self.prior_precision) * eye_DD
         self._whitened_mean_D = torch.zeros_like(eye_DD[0])  # U^T E[w]
         self._targets = 0
         self.count = 0
-        """Embeddings observed."""
 
     def observe(self, phi: Tensor | ArrayLike, target: Tensor | ArrayLike | None = None) -> None:
         """Adds the embeddings phi, [D] or [N, D], with their observed rewards, a number or [N], where given.
@@ -117,7 +115,6 @@ class PosteriorVariance:
         return phi.detach().to(device=self._factor_DD.device, dtype=torch.float64).reshape(-1, self.dim)
 
     def _whiten(self, phi_ND: Tensor) -> Tensor:
-        """Rows U^{-1} phi."""
         return torch.linalg.solve_triangular(self._factor_DD, phi_ND.mT, upper=True).mT
 
     def _update(self, phi_D: Tensor, target: Tensor) -> None:

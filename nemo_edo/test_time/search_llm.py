@@ -52,7 +52,6 @@ class Step:
     text: str
     """Empty only where the solution ends without another word."""
     finished: bool
-    """Whether the solution ends with it."""
     tokens: int | None = None
     """Sampled for it, where known: the search adds them up."""
 
@@ -62,7 +61,6 @@ class StepScore:
     """The process reward model's view of a path's newest step."""
 
     reward: float
-    """r, of the newest step."""
     embedding: Tensor
     """[D], any float dtype."""
 
@@ -125,8 +123,6 @@ class SearchConfig:
 
 @dataclass(frozen=True)
 class SearchNode:
-    """A node of the finished tree."""
-
     parent: int | None
     """Index of the parent among the nodes; None for the question, which is node 0."""
     path: StepPath
@@ -135,7 +131,6 @@ class SearchNode:
     samples: int
     """How many of the parent's k samples were this step; 0 for the question."""
     reward: float
-    """r, the scorer's for this step."""
     width: float
     """The width of ``width_kind`` when the node was made."""
     value: float
@@ -162,12 +157,10 @@ class SearchResult:
     best: int
     """The answer's index among the nodes."""
     nodes: tuple[SearchNode, ...]
-    """The whole tree, in the order in which the nodes were made: parents come before their children."""
     iterations: int
     samples: int
     """Steps sampled: at most k (1 + s (T - 1))."""
     tokens: int | None
-    """Tokens sampled in all; None if the proposer left them out of some step."""
 
 
 class SearchLLM:
@@ -233,8 +226,6 @@ class SearchLLM:
 
 
 class _Child(NamedTuple):
-    """A proposed node that has no score yet."""
-
     parent: int | None
     path: StepPath
     finished: bool

@@ -11,9 +11,8 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.report.conclusions import terminal_table
-from nemo_edo.report.page import write_report
+from nemo_edo.report.page import COLUMNS, write_report
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
-from nemo_edo.report.table_export import COLUMNS
 
 ATTACK = "<script>alert('attack')</script>"
 

@@ -45,15 +45,15 @@ def test_a_search_is_read_back_as_it_was_with_the_nodes_of_its_answer_marked(run
     [tree] = read_trees(run)
     assert (tree.name, tree.question, len(tree.nodes)) == ("q0", "How <b>much</b>?", len(result.nodes))
     for read, node in zip(tree.nodes, result.nodes, strict=True):
-        assert read.step == (node.path.steps[-1] if node.path.steps else "")
+        assert read["step"] == (node.path.steps[-1] if node.path.steps else "")
         for name in ("parent", "reward", "width", "value", "finished", "made_at", "expanded_at"):
-            assert getattr(read, name) == getattr(node, name)
-    assert tuple(node.step for node in tree.answer) == result.path.steps
+            assert read[name] == getattr(node, name)
+    assert tuple(node["step"] for node in tree.answer) == result.path.steps
     place, path = result.best, set()
     while place is not None:
         path.add(place)
         place = result.nodes[place].parent
-    assert {place for place, node in enumerate(tree.nodes) if node.chosen} == path
+    assert {place for place, node in enumerate(tree.nodes) if node["chosen"]} == path
 
 
 def test_the_report_draws_every_node_and_escapes_its_text(run, result):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from nemo_edo.metrics import majority_at_k, pass_at_k
 from nemo_edo.test_time import expected_vote_score
-from nemo_edo.test_time.curves import Circles, best_of_curve, pass_curve, vote_curve
+from nemo_edo.test_time.curves import best_of_curve, pass_curve, sample_circles, vote_curve
 
 WEIGHTED = st.lists(
     st.tuples(st.sampled_from(["right", "a", "b", "c", None]), st.sampled_from([0.0, 0.1, 0.2, 0.7])),
@@ -22,13 +22,9 @@ def subsets(n: int, k: int) -> list[tuple[int, ...]]:
     return list(itertools.combinations(range(n), k))
 
 
-def circles_of(n: int, size: int = 4000, seed: int = 0) -> Circles:
-    return Circles.sample(n, size, np.random.default_rng(seed))
-
-
-def all_circles(n: int) -> Circles:
+def all_circles(n: int) -> np.ndarray:
     """Every order, so that the estimate is the expectation itself."""
-    return Circles(np.array(list(itertools.permutations(range(n)))))
+    return np.array(list(itertools.permutations(range(n))))
 
 
 def vote_of(answers, weights, places) -> float:
@@ -77,7 +73,8 @@ def test_votes_over_all_circles_are_the_mean_over_all_subsets(pairs):
 def test_the_estimate_of_64_responses_is_within_its_error_of_the_exact_vote():
     rng = random.Random(3)
     answers = rng.choices(["right", "a", "b", "c", None, *map(str, range(20))], [9, 8, 4, 2, 3, *[1] * 20], k=64)
-    curve = vote_curve(answers, [answer == "right" for answer in answers], circles_of(64))
+    circles = sample_circles(64, 4000, np.random.default_rng(0))
+    curve = vote_curve(answers, [answer == "right" for answer in answers], circles)
     exact = [majority_at_k(answers, "right", k) for k in range(1, 65)]
     np.testing.assert_allclose(curve, exact, atol=0.02)
     for k in (1, 63, 64):  # every response, and every one left out, is in as many windows
