@@ -32,11 +32,10 @@ class Running:
     """A job's processes."""
 
     def __init__(
-        self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0, command: Sequence[str] = (),
-        before: Sequence[tuple] = (),
+        self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0, command: Sequence[str] = ()
     ) -> None:
         """pause: the file operation before which the first rank stops; 0: none. command: another than the job's, by one
-        process. before: what it calls first."""
+        process."""
         self.job = job
         ranks = 1 if command else job.ranks
         self._said, self._operations = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()
@@ -48,7 +47,7 @@ class Running:
         for rank in range(ranks):
             place = {**here, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             environment = {**KEY, **{name: str(value) for name, value in place.items()}}
-            calls = [*before, watch] if rank == 0 else []
+            calls = [watch] if rank == 0 else []
             self._children.append(
                 Child(cli.run, command, calls, output=self._said.name, environment=environment, cwd=here_is)
             )

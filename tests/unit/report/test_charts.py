@@ -107,17 +107,6 @@ def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_s
     assert bands == {place: comparison.noise[metric] for place, metric in enumerate(METRICS)}
 
 
-def test_the_pass_curve_and_interim_evaluations_have_the_intervals_as_bands(compared):
-    comparison = compared(arms=("grpo",), start=False)
-    charts = by_key(comparison)
-    low, high, mean = traces(charts["pass"])
-    cells = [comparison.cell("grpo", f"pass@{k}").interval for k in range(1, 11)]
-    assert mean["x"] == list(range(1, 11))
-    assert [low["y"], mean["y"], high["y"]] == [[getattr(c, end) for c in cells] for end in ("low", "mean", "high")]
-    low, high, _ = (trace["y"] for trace in traces(charts["test-greedy_accuracy"]))
-    assert np.subtract(high, low) == pytest.approx(0.1)
-
-
 def curves(arm: str, largest: int, *, names=("mine",), problems: int = 12):
     rng, metrics = np.random.default_rng(len(arm)), {}
     for k in range(1, largest + 1):

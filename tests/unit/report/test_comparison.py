@@ -1,9 +1,12 @@
-"""Estimates and differences: over problems in one run, over seeds in several."""
+"""Estimates and differences, over problems in one run and over seeds in several, readings at matched accuracy,
+and no claim in words beyond an interval."""
 
 import math
+import re
 import statistics
 from pathlib import Path
 
+import matching_simulation as simulation
 import numpy as np
 import pytest
 from helpers.one_run import evaluation, one_run, settings
@@ -13,6 +16,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.metrics import holm, mean_interval, paired_difference, share_interval
 from nemo_edo.report.comparison import Comparison, compare
+from nemo_edo.report.conclusions import conclusions, terminal_table
 from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
 from nemo_edo.report.run_set import find_runs, read_runs
 from nemo_edo.report.run_set import one_run as read_one_run
@@ -53,6 +57,18 @@ def test_a_replicate_is_no_arm_and_its_distance_from_the_baseline_is_the_noise(t
     assert list(several.arms) == ["GRPO", FLOOR]
     apart = [r.replicate.mean("entropy") - r.evaluations["grpo"].mean("entropy") for r in several.runs.records]
     assert several.noise["entropy"] == pytest.approx(math.sqrt(sum(gap**2 for gap in apart) / 3))
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> Path:
+    """Three seeds of three arms, one seed of another arm, and a run that has not finished."""
+    folder = tmp_path_factory.mktemp("study")
+    for seed in (1, 2, 3):
+        write_run_folder(folder / f"seed={seed}", seed=seed, arms=("grpo", "edo_paper", "edo_floor"), problems=60)
+    write_run_folder(folder / "one", seed=1, arms=(), alphas={"policy": 0.1}, problems=60)
+    unfinished = write_run_folder(folder / "unfinished", seed=9, arms=("grpo",), problems=60)
+    (unfinished / "summary.json").unlink()
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -119,19 +135,6 @@ def test_matched_values_are_those_of_each_seed_alone(runs, comparison: Compariso
             assert matched.differences[measure][FLOOR].by_seed[seed] == pytest.approx(gap, abs=1e-15)
 
 
-def test_changes_count_problems_against_the_start_and_the_baseline(runs, comparison: Comparison):
-    def solved(evaluation) -> set[int]:
-        return {place for place, value in enumerate(evaluation.metrics["greedy_accuracy"][0]) if value == 1}
-
-    for before, found in ((START, comparison.from_start), ("GRPO", comparison.from_baseline)):
-        gained = lost = 0
-        for seed in SEEDS:
-            new = solved(runs.arms[FLOOR][seed].evaluation)
-            old = solved(runs.policies[before][seed].evaluation)
-            gained, lost = gained + len(new - old), lost + len(old - new)
-        assert found[FLOOR] == (gained / 3, lost / 3)
-
-
 def test_a_baseline_can_be_chosen_and_has_to_exist(runs, study: Path):
     assert compare(runs, FLOOR).baseline == FLOOR
     alone = read_one_run(study / "seed=1")
@@ -140,3 +143,129 @@ def test_a_baseline_can_be_chosen_and_has_to_exist(runs, study: Path):
         compare(runs, "DPO")
     with pytest.raises(UserError, match=r"summary.json: .*'c'.* a, b"):
         compared([evaluation("a"), evaluation("b")], baseline="c")
+
+
+# --- matched accuracy ------------------------------------------------------------------------------------------------
+
+
+def points(*pairs) -> np.ndarray:
+    """[C, 3] of (accuracy, entropy): Distinct-4 is twice the entropy."""
+    return np.array([(accuracy, entropy, 2 * entropy) for accuracy, entropy in pairs]).reshape(-1, 3)
+
+
+def frontier_line(*accuracies: float, bend: float = 0.0, shift: float = 0.0) -> np.ndarray:
+    """Points of a straight frontier, or of one that bends."""
+    return points(*((a, 1 + shift - a + bend * a**2) for a in accuracies))
+
+
+def test_arms_are_compared_in_the_middle_of_the_range_that_all_reached_and_a_shift_is_found_whatever_the_speeds():
+    slow, fast = frontier_line(*np.linspace(0.2, 0.6, 9)), frontier_line(0.2, 0.35, 0.49, 0.7, 0.9, shift=0.1)
+    matched = match_accuracy({"fast": fast, "slow": slow}, "slow")
+    assert matched.accuracy == pytest.approx(0.2 + 0.55 * 0.4)
+    assert matched.values["slow"] == pytest.approx([1 - 0.42, 2 * (1 - 0.42)])
+    assert matched.values["fast"] == pytest.approx([1.1 - 0.42, 2 * (1.1 - 0.42)])
+
+
+def test_the_chords_of_a_quadratic_frontier_cancel():
+    """Read at common levels, the arm with the longer chords would be 0.02 above the other."""
+    dense, sparse = frontier_line(*np.linspace(0.1, 0.9, 401), bend=2), frontier_line(*np.linspace(0.1, 0.9, 5), bend=2)
+    values = match_accuracy({"dense": dense, "sparse": sparse}).values
+    assert values["sparse"] == pytest.approx(values["dense"], abs=0.001)
+
+
+def test_a_collection_that_falls_is_averaged_with_those_before_it_and_a_collapse_after_the_best_is_left_out():
+    bumpy = points((0.2, 1.0), (0.5, 0.6), (0.3, 0.8), (0.6, 0.5), (0.0, 0.0))
+    straight = points((0.2, 1.0), (0.4, 0.7), (0.6, 0.5))
+    matched = match_accuracy({"bumpy": bumpy, "straight": straight})
+    assert matched.values["bumpy"] == pytest.approx(matched.values["straight"])
+
+
+def test_an_arm_that_never_left_the_start_has_a_reason_and_does_not_pull_the_level_down():
+    curves = {"a": frontier_line(0.3, 0.45, 0.7), "b": frontier_line(0.3, 0.5, 0.6)}
+    matched = match_accuracy(curves | {"collapsed": points((0.3, 1.0), (0.31, 0.9), (0.0, 0.0))})
+    assert matched.accuracy == pytest.approx(0.3 + 0.55 * 0.3)
+    assert "never left the start" in matched.reasons["collapsed"]
+    assert "collapsed" not in matched.values
+
+
+def test_arms_without_a_collection_in_the_range_cannot_be_compared():
+    matched = match_accuracy({"a": frontier_line(0.2, 0.9), "b": frontier_line(0.2, 0.8)})
+    assert matched.accuracy is None and matched.values == {} and "cannot be compared" in matched.reasons["b"]
+
+
+def test_where_fewer_than_two_arms_learned_nothing_is_matched_and_each_has_a_reason():
+    flat, learned = points((0.3, 1.0), (0.31, 1.0)), points((0.2, 1.0), (0.6, 0.5))
+    for curves in ({"a": flat, "b": flat}, {"a": learned, "b": points()}):
+        matched = match_accuracy(curves)
+        assert (matched.accuracy, set(matched.reasons)) == (None, {"a", "b"})
+    assert "no collection" in matched.reasons["b"]
+
+
+def test_collections_without_a_measure_give_nan_not_zero():
+    bare = points((0.2, math.nan), (math.nan, math.nan), (0.35, math.nan), (0.6, math.nan))
+    matched = match_accuracy({"a": bare, "b": frontier_line(0.2, 0.4, 0.5)})
+    assert np.isnan(matched.values["a"]).all()
+
+
+@pytest.mark.parametrize("frontier", ["flat", "quadratic", "hinge", "late hinge", "S-shaped"])
+def test_a_slower_arm_on_the_same_frontier_is_found_different_in_few_of_a_hundred_studies(frontier: str):
+    """By common levels it was .5 for a hinge. Of 200 studies, a share of .06 is above .105 with probability .005."""
+    assert simulation.shown(np.random.default_rng(1), frontier, 10, 200, speeds=(3.0, 20.0)) <= 0.105
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+HALF = np.tile([0.0, 1.0], 40)
+STRAIGHT = ((0.3, 0.3), (0.45, 0.25), (0.6, 0.2))
+
+
+def said_of(explorer=HALF, bonus=HALF, entropy=0.2, well_formed=1.0, curve=STRAIGHT, again=None):
+    """GRPO at one half everywhere, an exploring arm and an entropy bonus whose votes are given, and those of a
+    replicate."""
+    arms = {"grpo": settings("GRPO"), "explorer": settings("Explorer", weight=0.3),
+            "bonus": settings("Bonus", bonus=0.03)}
+    ones = np.ones(80)
+    evaluations = [
+        evaluation("grpo", 80, vote_at_7=HALF, entropy=ones * 0.2, well_formed=ones),
+        evaluation("explorer", 80, vote_at_7=explorer, entropy=ones * entropy, well_formed=ones * well_formed),
+        evaluation("bonus", 80, vote_at_7=bonus, entropy=ones * 0.2, well_formed=ones),
+    ]
+    curves = {"grpo": STRAIGHT, "explorer": curve, "bonus": STRAIGHT}
+    replicate = None if again is None else evaluation("replicate", 80, vote_at_7=again)
+    return compare(one_run(evaluations, arms, baseline="grpo", curves=curves, replicate=replicate))
+
+
+VERDICTS = ("better", "worse", "higher", "lower", "exceed")
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"explorer": HALF * 0}, ["2 arms differ from GRPO in vote@7 by -0.500 to +0.000", "One seed gives no verdict"]),
+    ({"explorer": HALF * 0 + 1, "again": HALF * 0.5},
+     ["GRPO, trained again with other samples, differs from itself by 0.250. One seed gives no verdict"]),
+    ({"entropy": 1.0, "well_formed": 0.1}, ["broke down: only 10% of its answers are well-formed"]),
+    ({"curve": ((0.3, 0.3), (0.4, 0.29), (0.5, 0.28))},
+     ["0.410", "GRPO 0.263; Explorer 0.295 (+0.031); Bonus 0.263 (+0.000)", "carry no interval"]),
+    ({"curve": ((0.3, 0.3), (0.3, 0.28))}, ["Explorer is left out of the matched", "never left the start"]),
+])
+def test_words_of_one_seed_have_values_and_the_noise_and_no_verdict(changes: dict, said: list):
+    comparison = said_of(**changes)
+    text = " ".join(conclusions(comparison))
+    assert all(part in text for part in said)
+    assert not [word for word in VERDICTS if word in text] and "*" not in terminal_table(comparison)
+
+
+def test_words_of_several_runs_claim_what_the_seeds_show_and_state_runs_and_seeds(comparison, monkeypatch):
+    several = conclusions(comparison)
+    assert "4 runs with 3 seeds (1, 2, 3) and 4 trained arms, on 60 test problems" in several[-1]
+    assert re.search("Left out.*unfinished: it has not finished", several[1])
+    text = "\n".join(several)
+    assert several[0].startswith("Over 3 seeds, 1 of 12 differences from GRPO is shown (")
+    assert f"): {FLOOR}: higher entropy (" in several[0]
+    monkeypatch.setattr("nemo_edo.report.conclusions.MOST_NAMED", 0)
+    assert conclusions(comparison)[0].endswith("): and 1 more.")
+    assert f"{PAPER} against GRPO, 3 seeds: no difference shown in greedy" in text
+    assert re.search(f"{FLOOR} against GRPO, 3 seeds: higher entropy .*; no difference shown in", text)
+    assert f"{PAPER} shows no gain over GRPO" in text
+    [marked] = [line for line in several if "one seed only" in line]
+    assert marked.startswith(f"{ALONE} has one seed only")
+    assert not [line for line in several if line.startswith((f"{ALONE} against", f"{ALONE} exceeds"))]

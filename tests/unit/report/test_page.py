@@ -1,18 +1,28 @@
-"""The page: one self-contained file that escapes what it shows, and the numbers next to it."""
+"""The page: one self-contained file that escapes what it shows, its samples and search trees, and its numbers."""
 
+import base64
 import csv
+import gzip
 import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
+from nemo_edo.report import sample_browser as module
+from nemo_edo.report.comparison import compare
 from nemo_edo.report.conclusions import terminal_table
 from nemo_edo.report.page import COLUMNS, write_report
 from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from nemo_edo.report.sample_browser import sample_browser
+from nemo_edo.report.search_tree import SHOWN, read_trees, tree_record
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, Step, StepScore
+from nemo_edo.types import Rollout, ScoredRollout
 
 ATTACK = "<script>alert('attack')</script>"
 
@@ -113,3 +123,125 @@ def test_csv_and_json_have_the_table_with_every_seed(several: Path, tmp_path: Pa
     assert record["conclusions"] == written.conclusions
     assert written.lines[0] == terminal_table(comparison)
     assert written.lines[-1] == f"report: {written.path}"
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+SAMPLED = 8
+
+
+def store(folder, arm: str, iteration: int, kind: str, each: int, text: str) -> None:
+    scored = [ScoredRollout(Rollout(f"test-{p}", s, (1,), (2,), (-1.0,), f"{text} p{p} s{s}", s % 3 > 0, 0, s),
+                            float(s % 2), str(s) if s else None, True, "") for p in range(3) for s in range(each)]
+    RolloutStore(folder / "evaluations" / arm / kind).write(iteration, scored)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """Three problems; one arm of four iterations, with responses of its final and of an earlier evaluation."""
+    path = write_run_folder(tmp_path / "run", arms=("grpo",), iterations=4, problems=3)
+    store(path, "warmup", 0, "sampled", 2, "start")
+    store(path, "grpo", 4, "greedy", 1, "best")
+    store(path, "grpo", 4, "sampled", SAMPLED, "final")
+    store(path, "grpo", 2, "sampled", SAMPLED, "earlier")
+    return path
+
+
+def unpacked(found) -> dict:
+    return json.loads(gzip.decompress(base64.b64decode(found.packed)))
+
+
+def test_every_problem_has_every_response_of_the_final_evaluations(stored):
+    found = sample_browser(compare(one_run(stored)))
+    data = unpacked(found)
+    assert data["policies"] == [
+        {"label": "Start (before RL)", "trained": False}, {"label": "GRPO", "trained": True}]
+    assert [problem["id"] for problem in data["problems"]] == ["test-0", "test-1", "test-2"]
+    start, grpo = data["problems"][1]["responses"]
+    assert grpo == [[True, 0.0, False, None, "best p1 s0"], *(
+        [False, float(s % 2), s % 3 > 0, str(s) if s else None, f"final p1 s{s}"] for s in range(SAMPLED))]
+    assert len(start) == 2
+    assert (found.problems, found.each, found.complete) == (3, SAMPLED, True)
+
+
+def test_what_does_not_fit_is_left_out_evenly_and_the_greedy_response_stays(stored, monkeypatch):
+    comparison, kept = compare(one_run(stored)), []
+    while not kept or kept[-1] != (1, 1):
+        found = sample_browser(comparison)
+        assert len(found.packed) <= module.MOST_CHARACTERS
+        kept.append((found.problems, found.each))
+        for problem in unpacked(found)["problems"]:
+            assert [one[4].split()[0] for one in problem["responses"][1]] == ["best", *["final"] * found.each]
+        assert found.complete == (len(kept) == 1)
+        monkeypatch.setattr(module, "MOST_CHARACTERS", len(found.packed) - 1)
+    assert kept == [(3, 8), (3, 4), (3, 2), (3, 1), (1, 1)]
+
+
+def test_a_run_without_stored_responses_has_none_and_a_policy_with_damaged_ones_is_left_out_and_named(stored, tmp_path):
+    assert sample_browser(compare(one_run(write_run_folder(tmp_path / "other", arms=("grpo",), problems=3)))) is None
+    shard = stored / "evaluations" / "grpo" / "sampled" / "iter_00004" / "rank_0_of_1.parquet"
+    shard.write_bytes(shard.read_bytes()[:40])
+    with pytest.warns(UserWarning, match=f"{shard} is missing or damaged"):
+        found = sample_browser(compare(one_run(stored)))
+    assert [one["trained"] for one in unpacked(found)["policies"]] == [False]
+
+
+# --- search trees ----------------------------------------------------------------------------------------------------
+
+
+class Digits:
+    """Proposes the digits; a path of three steps is finished."""
+
+    def propose(self, paths, count, seeds):
+        return [[Step(str(i), len(path.steps) == 2, 1) for i in range(count)] for path in paths]
+
+
+class Sums:
+    def score(self, paths):
+        return [StepScore(sum(map(float, path.steps)), torch.eye(4)[len(path.steps)]) for path in paths]
+
+
+@pytest.fixture
+def result():
+    [found] = SearchLLM(Digits(), Sums(), SearchConfig(3, 3, 2, 0.5)).search(["How <b>much</b>?"], 0)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run_folder(tmp_path / "run", arms=("grpo",), iterations=2, problems=5)
+
+
+def write(run, record, name="q0") -> None:
+    (run / "search").mkdir(exist_ok=True)
+    (run / "search" / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_a_search_is_read_back_as_it_was_with_the_nodes_of_its_answer_marked(run, result):
+    write(run, tree_record(result))
+    [tree] = read_trees(run)
+    assert (tree.name, tree.question, len(tree.nodes)) == ("q0", "How <b>much</b>?", len(result.nodes))
+    for read, node in zip(tree.nodes, result.nodes, strict=True):
+        assert read["step"] == (node.path.steps[-1] if node.path.steps else "")
+        for name in ("parent", "reward", "width", "value", "finished", "made_at", "expanded_at"):
+            assert read[name] == getattr(node, name)
+    assert tuple(node["step"] for node in tree.answer) == result.path.steps
+    place, path = result.best, set()
+    while place is not None:
+        path.add(place)
+        place = result.nodes[place].parent
+    assert {place for place, node in enumerate(tree.nodes) if node["chosen"]} == path
+
+
+def test_the_report_draws_every_node_and_escapes_its_text(run, result):
+    assert read_trees(run) == []
+    assert 'id="search"' not in write_report(one_run(run)).path.read_text()
+    for place in range(SHOWN + 1):
+        write(run, tree_record(result), f"q{place}")
+    assert [tree.name for tree in read_trees(run)] == [f"q{place}" for place in range(SHOWN)]
+    for place in range(1, SHOWN + 1):
+        (run / "search" / f"q{place}.json").unlink()
+    page = write_report(one_run(run)).path.read_text()
+    assert page.count('<g class="node') == len(result.nodes)
+    assert "How <b>much</b>?" not in page and "How &lt;b&gt;much&lt;/b&gt;?" in page
+    assert page.count('" width="10" height="10"/>') == sum(node.finished for node in result.nodes)
