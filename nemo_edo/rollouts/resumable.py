@@ -47,8 +47,8 @@ class Parts:
         """versions: those of the policies that may have generated the responses; None: ``iteration`` alone. part_size:
         responses that are scored and written at a time, at most."""
         self.part_size, self.watch = part_size, watch or Watch()
-        self._store, self._iteration = store, iteration
-        self._versions = range(iteration, iteration + 1) if versions is None else versions
+        self.store, self.iteration = store, iteration
+        self.versions = range(iteration, iteration + 1) if versions is None else versions
         self.earlier = store.stored(iteration)
         """What an earlier process has generated and scored, in the order in which it was asked for up to whole calls
         of ``responses``."""
@@ -79,45 +79,40 @@ class Parts:
         # A scorer that compares a problem's responses gets them together.
         together = Counter(one.problem_id for one in missing) if getattr(scorer, "by_group", False) else {}
         arrivals = Arrivals(self, scorer, problems, together)
+        streams = hasattr(engine, "takes_all")
         begun = time.monotonic()
         try:
             part_size = len(missing) if getattr(engine, "takes_all", False) else self.part_size
             for asked in minibatches(missing, max(1, part_size)):
                 with clock.phase("generate"):
                     self.watch.begin_part()
-                    self._generate(asked, engine, sampling, arrivals)
+                    try:
+                        arrivals.add(engine.generate(asked, sampling, *([arrivals] if streams else [])))
+                    except PartlyGenerated as partly:
+                        arrivals.add(partly.responses)
+                        arrivals.finish()
+                        raise
+                    except RunStopped:
+                        arrivals.finish()
+                        raise
                 self._seconds += time.monotonic() - begun
                 with clock.phase("score"):
                     arrivals.finish()
                 begun = time.monotonic()
         except PartlyGenerated as partly:
             raise UserError(
-                f"{partly}. {self._taken + len(arrivals.scored)} responses of iteration {self._iteration} are kept in "
-                f"{self._store.folder}; rerun the command to resume"
+                f"{partly}. {self._taken + len(arrivals.scored)} responses of iteration {self.iteration} are kept in "
+                f"{self.store.folder}; rerun the command to resume"
             ) from partly
         self._taken += len(arrivals.scored)
         self._tokens += sum(len(item.rollout.response_ids) for item in arrivals.scored.values())
         found |= arrivals.scored
         return [found[_key(request)] for request in requests]
 
-    def _generate(
-        self, asked: Sequence[GenerationRequest], engine: GenerationEngine, sampling: SamplingParams, arrivals: Arrivals
-    ) -> None:
-        try:
-            streams = hasattr(engine, "takes_all")
-            arrivals.add(engine.generate(asked, sampling, arrivals) if streams else engine.generate(asked, sampling))
-        except PartlyGenerated as partly:
-            arrivals.add(partly.responses)
-            arrivals.finish()
-            raise
-        except RunStopped:
-            arrivals.finish()
-            raise
-
     def _take(self, requests: Sequence[GenerationRequest]) -> dict[tuple, ScoredRollout]:
         """The responses on disk to these requests, by ``_key``. Raises UserError where those that come next answer
         others, or are of another policy."""
-        stored, where = self.earlier[self._taken : self._taken + len(requests)], str(self._store.folder)
+        stored, where = self.earlier[self._taken : self._taken + len(requests)], str(self.store.folder)
         asked = {_key(request): request for request in requests}
         for item, at_its_place in zip(stored, requests, strict=False):
             request = asked.get(_key(item.rollout), at_its_place)
@@ -125,26 +120,13 @@ class Parts:
                 there, here = getattr(item.rollout, name), getattr(request, name)
                 if there != here:
                     raise UserError(
-                        f"{where}: iteration {self._iteration} has a response with {name} {there}, but this run asks "
+                        f"{where}: iteration {self.iteration} has a response with {name} {there}, but this run asks "
                         f"for {here}; they are another run's, or problems or settings have changed: remove them to "
                         "generate others"
                     )
-        require_version(stored, self._iteration, self._versions, where)
+        require_version(stored, self.iteration, self.versions, where)
         self._taken += len(stored)
         return {_key(item.rollout): item for item in stored}
-
-    def _write(self, rollouts: Sequence[Rollout], scorer: Scorer, problems: Sequence[Problem]) -> list[ScoredRollout]:
-        require_version(rollouts, self._iteration, self._versions, "the engine")
-        gave_up = None
-        try:
-            scored = scorer.score(rollouts, problems)
-        except PartlyGenerated as partly:
-            scored, gave_up = partly.responses, partly
-        if scored:
-            self._store.write_part(self._iteration, scored)
-        if gave_up is not None:
-            raise PartlyGenerated(str(gave_up), scored) from gave_up
-        return scored
 
 
 class Arrivals:
@@ -162,7 +144,7 @@ class Arrivals:
         self._waiting: list[list[Rollout]] = []
         self._since = time.monotonic()
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(1, "score and write")
         self._writing: list[Future] = []
 
     def alive(self) -> None:
@@ -184,7 +166,6 @@ class Arrivals:
             if self._waiting and (many or now > self._since + WRITTEN_EVERY_S):
                 self._since = now
                 taken = self._next_part()
-                self._pool = self._pool or ThreadPoolExecutor(1, "score and write")
                 self._writing.append(self._pool.submit(self._write, taken))
 
     def stop_if_asked(self) -> None:
@@ -200,9 +181,8 @@ class Arrivals:
             for future in self._writing:
                 future.result()
         finally:
-            if self._pool is not None:
-                self._pool.shutdown(cancel_futures=True)
-            self._pool, self._writing = None, []
+            self._pool.shutdown(cancel_futures=True)
+            self._pool, self._writing = ThreadPoolExecutor(1, "score and write"), []
         while self._waiting:
             self._write(self._next_part())
 
@@ -214,12 +194,17 @@ class Arrivals:
         return taken
 
     def _write(self, rollouts: Sequence[Rollout]) -> None:
+        require_version(rollouts, self._parts.iteration, self._parts.versions, "the engine")
+        gave_up = None
         try:
-            scored = self._parts._write(rollouts, self._scorer, self._problems)
+            scored = self._scorer.score(rollouts, self._problems)
         except PartlyGenerated as partly:
-            self.scored |= {_key(item.rollout): item for item in partly.responses}
-            raise
+            scored, gave_up = partly.responses, partly
+        if scored:
+            self._parts.store.write_part(self._parts.iteration, scored)
         self.scored |= {_key(item.rollout): item for item in scored}
+        if gave_up is not None:
+            raise gave_up
 
 
 def _key(one: GenerationRequest | Rollout) -> tuple[str, int]:
