@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from nemo_edo.metrics.whole_number import whole_number
+from nemo_edo.metrics.intervals import whole_number
 
 
 def distinct_counts(samples: Iterable[str | ArrayLike], n: int = 4) -> tuple[int, int]:

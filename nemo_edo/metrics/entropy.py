@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from nemo_edo.metrics.whole_number import whole_number
+from nemo_edo.metrics.intervals import whole_number
 
 
 def entropy_from_logits(logits: Tensor, *, temperature: float = 1.0, chunk: int = 4096) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import nctdtrinc, stdtr, stdtrit
-
-from nemo_edo.metrics.whole_number import whole_number
 
 POWER = 0.8
 """The probability with which a difference that counts as detectable is found."""
@@ -163,3 +162,18 @@ def _percentiles(estimate: float, resampled_R: np.ndarray, level: float) -> Inte
         raise ValueError(f"counts add up to 0 in each of the {len(resampled_R)} resamples: more are needed")
     low, high = np.nanquantile(resampled_R, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(estimate), float(low), float(high))
+
+
+def whole_number(name: str, value: int, *, least: int | None = None) -> int:
+    """``value`` as a Python int; NumPy's integers are welcome.
+
+    Raises ValueError for a bool or a float, which are not counts even where their value is whole, and below ``least``.
+    """
+    expected = "an integer" if least is None else f"an integer of at least {least}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}, expected {expected}") from None
+    if isinstance(value, bool) or (least is not None and number < least):
+        raise ValueError(f"{name} is {value!r}, expected {expected}")
+    return number

@@ -9,7 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from nemo_edo.metrics.whole_number import whole_number
+from nemo_edo.metrics.intervals import whole_number
 
 EXACT_WORK = 1_000_000
 """n * k^2 up to which majority_at_k is exact: a third of a second at worst, milliseconds where answers agree."""

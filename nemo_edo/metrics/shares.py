@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import betaincinv
 
-from nemo_edo.metrics.intervals import Interval, Ratio, check_level, chunks, ratio_data
-from nemo_edo.metrics.whole_number import whole_number
+from nemo_edo.metrics.intervals import Interval, Ratio, check_level, chunks, ratio_data, whole_number
 
 LEAST_GAP = 0.5
 """The least difference of two policies on a problem that was not asked. In simulations of 30 problems the interval then

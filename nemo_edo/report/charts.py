@@ -11,7 +11,6 @@ import html
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -85,17 +84,10 @@ _DIAGNOSTICS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Charts:
-    first: list[Chart]
-    diversity: list[Chart]
-    test_time: list[Chart]
-    diagnostics: list[Chart]
-    undrawn: list[str]
+def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
+    """The charts of each section that have something to draw, and the titles of the ``undrawn``.
 
-
-def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
-    """``metrics``: those of the table on the first screen. Charts of what only some runs have, responses stored for
+    metrics: those of the table on the first screen. Charts of what only some runs have, responses stored for
     more compute at test time, several alphas or test results during training, are not missed."""
     styles = arm_styles({START: START_LABEL} | comparison.labels)
     if comparison.replicate:
@@ -106,8 +98,14 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> Charts:
     first = [forest_chart(comparison, styles, metrics), test or curves.pop(_REWARD.title)]
     diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
     test_time = [one for one in _stored_charts(comparison, styles) if one] or [_pass_chart(comparison, styles)]
-    sections = [[one for one in found if one] for found in (first, diversity, test_time, [*curves.values(), later])]
-    return Charts(*sections, undrawn=[title for title, drawn in curves.items() if not drawn])
+    sections = {
+        "first": first,
+        "diversity": diversity,
+        "test_time": test_time,
+        "diagnostics": [*curves.values(), later],
+    }
+    drawn = {name: [one for one in found if one] for name, found in sections.items()}
+    return {**drawn, "undrawn": [title for title, found in curves.items() if not found]}
 
 
 # --- the first screen -------------------------------------------------------------------------------------------------

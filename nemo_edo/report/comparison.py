@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -79,13 +78,6 @@ class Difference(Estimate):
         return self.p_adjusted < LEVEL
 
 
-class Changes(NamedTuple):
-    """Test problems, greedy, on average over seeds: wrong before and right after, and the other way round."""
-
-    newly_solved: float
-    lost: float
-
-
 Cells = dict[str, dict[str, Estimate]]
 
 
@@ -118,8 +110,10 @@ class Comparison:
     noise: dict[str, float]
     """metric -> the distance between the two trainings, as root mean square over the runs."""
     differences: tuple[Difference, ...]
-    from_start: dict[str, Changes]
-    from_baseline: dict[str, Changes]
+    from_start: dict[str, dict[str, float]]
+    """arm -> the numbers of test problems, greedy, on average over seeds: newly_solved, wrong before and right after,
+    and lost, the other way round."""
+    from_baseline: dict[str, dict[str, float]]
     matched: MatchedArms
 
     @property
@@ -239,7 +233,7 @@ def _baseline(runs: RunSet, wanted: str | None) -> str | None:
     return (plain or list(runs.arms))[0]
 
 
-def _changes(runs: RunSet, before: str) -> dict[str, Changes]:
+def _changes(runs: RunSet, before: str) -> dict[str, dict[str, float]]:
     """The changes of every other arm since ``before``, where both were measured in some seed."""
     found, old = {}, runs.policies.get(before, {})
     for arm, by_seed in runs.arms.items():
@@ -247,7 +241,7 @@ def _changes(runs: RunSet, before: str) -> dict[str, Changes]:
         pairs = [(old[seed].evaluation, by_seed[seed].evaluation) for seed in both]
         counts = [newly_solved_and_lost(*pair) for pair in pairs if all(one.has(SOLVED_METRIC) for one in pair)]
         if counts:
-            found[arm] = Changes(*(sum(one[key] for one in counts) / len(counts) for key in ("newly_solved", "lost")))
+            found[arm] = pd.DataFrame(counts).mean().to_dict()
     return found
 
 

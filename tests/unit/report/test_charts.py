@@ -76,7 +76,7 @@ def keys(charts: list) -> list[str]:
 
 def by_key(comparison: Comparison) -> dict:
     found = all_charts(comparison, METRICS)
-    charts = [*found.first, *found.diversity, *found.test_time, *found.diagnostics]
+    charts = [*found["first"], *found["diversity"], *found["test_time"], *found["diagnostics"]]
     assert len(set(keys(charts))) == len(charts)
     return {chart.key: chart for chart in charts}
 
@@ -88,8 +88,8 @@ def by_key(comparison: Comparison) -> dict:
 def test_a_run_has_every_chart_once_and_what_it_did_not_record_is_named(compared, options, first, diagnostics, named):
     comparison = compared(**options)
     charts = all_charts(comparison, METRICS)
-    assert (keys(charts.first), keys(charts.diversity), keys(charts.test_time)) == (first, DIVERSITY, ["pass"])
-    assert (keys(charts.diagnostics), charts.undrawn) == (diagnostics, named)
+    assert (keys(charts["first"]), keys(charts["diversity"]), keys(charts["test_time"])) == (first, DIVERSITY, ["pass"])
+    assert (keys(charts["diagnostics"]), charts["undrawn"]) == (diagnostics, named)
     assert labels(by_key(comparison)["frontier-vote-10"]) == [comparison.labels[arm] for arm in comparison.arms]
 
 
