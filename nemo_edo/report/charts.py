@@ -19,6 +19,7 @@ import plotly.graph_objects as go
 
 from nemo_edo.config.arms import REPLICATE
 from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, ratio_intervals
+from nemo_edo.evaluation.stored import families
 from nemo_edo.metrics import Interval
 from nemo_edo.report.comparison import Comparison, Estimate
 from nemo_edo.report.conclusions import direction, plain, signed
@@ -202,9 +203,7 @@ def _interim_chart(comparison: Comparison, styles: Styles, metric: str, title: s
         curves = []
         for trained in found:
             logged = trained.lines("evaluation")
-            last = (
-                logged.drop_duplicates("iteration", keep="last") if not logged["final"].eq(True).all() else logged[:0]
-            )
+            last = logged[:0] if logged["final"].eq(True).all() else logged.drop_duplicates("iteration", keep="last")
             pairs = zip(last["iteration"], last["metrics"], strict=True)
             cells = {x: metrics[metric] for x, metrics in pairs if metrics.get(metric)}
             ends = [[cell.get(end) for end in ("mean", "low", "high")] for cell in cells.values()]
@@ -330,30 +329,28 @@ def _stored_charts(comparison: Comparison, styles: Styles) -> list[Chart | None]
         for arm in comparison.labels
         if (seeds := [one.test_time for one in comparison.runs.policies[arm].values() if one.test_time])
     }
-    metrics = {metric for seeds in evaluations.values() for one in seeds for metric in one.metrics}
-    scores = {metric.partition("/")[2] for metric in metrics if metric.startswith("best_of@")} - {"oracle"}
-    families = {
-        "majority@": ("Majority vote", "Expected score of the majority answer of k responses."),
-        "pass@": ("pass@k", "Chance that at least one of k responses is right."),
-        **{f"best_of@/{name}": (f"Best of k by {name}", f"The response of k that {name} scores highest.")
-           for name in sorted(scores)},  # by the reward itself it is pass@k
-    }  # fmt: skip
+    measured = sorted({family for seeds in evaluations.values() for one in seeds for family in families(one)})
+    texts = {
+        "majority@{}": ("Majority vote", "Expected score of the majority answer of k responses."),
+        "pass@{}": ("pass@k", "Chance that at least one of k responses is right."),
+    }
+    for family in measured:
+        if family.startswith("best_of@") and not family.endswith("/oracle"):  # by the reward itself it is pass@k
+            name = family.partition("/")[2]
+            texts[family] = (f"Best of k by {name}", f"The response of k that {name} scores highest.")
     bands = PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
     axes = {"x_title": "responses to each problem (k)", "y_title": "share of test problems"}
     charts = []
-    for family, (title, caption) in families.items():
+    for family, (title, caption) in texts.items():
         lines = {arm: _over_k(comparison, seeds, family) for arm, seeds in evaluations.items()}
         caption = f"{caption} Computed from the stored responses to the test problems.{bands}"
-        charts.append(line_chart(re.sub(r"\W", "-", f"samples-{family}"), title, caption, lines, styles, **axes))
+        key = re.sub(r"\W", "-", "samples-" + family.replace("{}", ""))
+        charts.append(line_chart(key, title, caption, lines, styles, **axes))
     return charts
 
 
 def _over_k(comparison: Comparison, seeds: Sequence[Evaluation], family: str) -> Line:
-    pattern = re.compile(re.escape(family).replace("@", r"@(\d+)"))
-    curves = []  # k -> metric
-    for one in seeds:
-        names = {int(k[1]): name for name in one.metrics if (k := pattern.fullmatch(name)) and one.has(name)}
-        curves.append({k: names[k] for k in thinned(sorted(names))})
+    curves = [{k: family.format(k) for k in thinned(sorted(families(one).get(family, ())))} for one in seeds]
     if comparison.is_one:
         resamples = setting(comparison.runs.records[0], "evaluation.bootstrap")
         pairs = {name: seeds[0].metrics[name] for name in curves[0].values()}
