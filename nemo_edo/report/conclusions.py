@@ -99,7 +99,12 @@ def _result(comparison: Comparison) -> str:
         shown = [f"{labels[d.arm]}: {_in_words(d)}" for d in tested if d.shown]
         those = f"{count(len(tested), 'difference')} from {baseline}"
         if not shown:
-            return f"{over}, none of the {those} is shown ({METHOD}).{_power(tested)}"
+            metric = largest([d.metric for d in tested], "vote@") or tested[0].metric
+            least = max(d.detectable for d in tested if d.metric == metric)
+            return (
+                f"{over}, none of the {those} is shown ({METHOD}). That is no evidence of equality: to be shown with "
+                f"probability {POWER:g}, a true difference in {plain(metric)} would have to be about {least:.3f}."
+            )
         more = [f"and {len(shown) - MOST_NAMED} more"] if len(shown) > MOST_NAMED else []
         verb = "is" if len(shown) == 1 else "are"
         return f"{over}, {len(shown)} of {those} {verb} shown ({METHOD}): {'; '.join(shown[:MOST_NAMED] + more)}."
@@ -115,49 +120,35 @@ def _result(comparison: Comparison) -> str:
     return f"On {where}, {who} from {baseline} in {plain(metric)} by {span}; {noise}. One seed gives no verdict."
 
 
-def _power(tested: list[Difference]) -> str:
-    metric = largest([d.metric for d in tested], "vote@") or tested[0].metric
-    most = max(d.detectable for d in tested if d.metric == metric)
-    return (
-        f" That is no evidence of equality: to be shown with probability {POWER:g}, a true difference in "
-        f"{plain(metric)} would have to be about {most:.3f}."
-    )
-
-
-def _warnings(comparison: Comparison) -> list[str]:
-    """What the runs warned of while they trained, each once, with the arms and the seeds that it is about."""
+def _warned(comparison: Comparison) -> dict[str, dict[str, list[int]]]:
+    """What the runs warned of while they trained: text -> the arm that it is about, or "" -> seeds."""
     said: dict[str, dict[str, list[int]]] = {}
     for record in comparison.runs.records:
         for one in record.summary.get("warnings", []):
             arm = next((arm for arm, by_seed in comparison.runs.policies.items() for trained in by_seed.values()
-                        if trained.record is record and trained.name == one["arm"]), "")  # fmt: skip
-            said.setdefault(one["text"], {}).setdefault(comparison.labels.get(arm, one["arm"]), []).append(record.seed)
-    sentences = []
-    for text, arms in said.items():
-        who = [
-            f"{arm or 'all arms'}{'' if comparison.is_one else f' (seed {chr(44).join(map(str, seeds))})'}"
-            for arm, seeds in arms.items()
-        ]
-        sentences.append(f"Warning, {', '.join(who)}: {text}.")
-    return sentences
-
-
-def _truncated(comparison: Comparison) -> list[str]:
-    said = []
-    for arm, by_seed in comparison.arms.items():
-        shares = [trained.lines("collection") for trained in by_seed.values()]
-        last = [float(lines["truncated"].iloc[-1]) for lines in shares if len(lines) and "truncated" in lines]
-        if last and (share := sum(last) / len(last)) > TRUNCATED_ABOVE:
-            said.append(
-                f"{comparison.labels[arm]}: {share:.0%} of the responses of its last iteration reached the length "
-                "limit (sampling.max_new_tokens) and count as wrong."
-            )
+                        if trained.record is record and trained.name == one["arm"]), one["arm"])  # fmt: skip
+            said.setdefault(one["text"], {}).setdefault(arm, []).append(record.seed)
     return said
 
 
 def _limits(comparison: Comparison) -> list[str]:
     """Warnings, runs that were left out, arms with one seed, and arms whose answers were cut or lost their form."""
-    said, labels = [*_warnings(comparison), *_truncated(comparison)], comparison.labels
+    said, labels = [], comparison.labels
+    for text, arms in _warned(comparison).items():
+        who = [
+            f"{labels.get(arm, arm) or 'all arms'}"
+            + ("" if comparison.is_one else f" (seed {','.join(map(str, seeds))})")
+            for arm, seeds in arms.items()
+        ]
+        said.append(f"Warning, {', '.join(who)}: {text}.")
+    for arm, by_seed in comparison.arms.items():
+        shares = [trained.lines("collection") for trained in by_seed.values()]
+        last = [float(lines["truncated"].iloc[-1]) for lines in shares if len(lines) and "truncated" in lines]
+        if last and (share := sum(last) / len(last)) > TRUNCATED_ABOVE:
+            said.append(
+                f"{labels[arm]}: {share:.0%} of the responses of its last iteration reached the length limit "
+                "(sampling.max_new_tokens) and count as wrong."
+            )
     if comparison.runs.left_out:
         named = "; ".join(f"{folder}: {reason}" for folder, reason in comparison.runs.left_out.items())
         said.append(f"Left out, because incomplete: {named}.")
@@ -206,13 +197,7 @@ def _exploration(comparison: Comparison) -> list[str]:
     settings = {arm: next(iter(by_seed.values())).settings for arm, by_seed in comparison.arms.items()}
     without = [arm for arm, known in settings.items() if known.exploration_weight == 0]
     metrics = [largest(comparison.metrics, family) for family in ("vote@", "pass@")]
-    idle = {
-        arm
-        for arm, by_seed in comparison.arms.items()
-        for trained in by_seed.values()
-        for one in trained.record.summary.get("warnings", [])
-        if one["arm"] == trained.name and one["text"].startswith(ONE_STEP)
-    }
+    idle = {arm for text, arms in _warned(comparison).items() if text.startswith(ONE_STEP) for arm in arms}
     for arm in (arm for arm in settings if arm not in without):
         found = [d for d in _tested(comparison, arm) if d.metric in metrics]
         gains = [d for d in found if direction(d) == "better"]

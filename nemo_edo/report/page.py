@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,10 @@ def headline(comparison: Comparison) -> list[str]:
     """The facts under the page's name: seeds, date, commit, machine, duration, size. Older runs lack some."""
     records, seeds = comparison.runs.records, comparison.seeds
     dates = sorted(record.summary["date"][:16].replace("T", " ") for record in records if "date" in record.summary)
-    commits, machines = (_different(record.summary.get(key) for record in records) for key in ("commit", "machine"))
+    commits, machines = (
+        ", ".join(dict.fromkeys(filter(None, (record.summary.get(key) for record in records))))
+        for key in ("commit", "machine")
+    )
     said = [
         "" if comparison.is_one else f"{len(records)} runs",
         f"{len(comparison.runs.left_out)} left out" if comparison.runs.left_out else "",
@@ -147,10 +149,6 @@ def headline(comparison: Comparison) -> list[str]:
         f"{comparison.problems} test problems",
     ]
     return [fact for fact in said if fact]
-
-
-def _different(values: Iterable[str | None]) -> str:
-    return ", ".join(dict.fromkeys(filter(None, values)))
 
 
 def facts(comparison: Comparison) -> dict[str, str]:
@@ -181,8 +179,8 @@ def facts(comparison: Comparison) -> dict[str, str]:
     samples, rollouts = (setting(first, f"evaluation.{key}") for key in ("samples", "rollouts"))
     sampled = f"{rollouts} x {samples} responses each at temperature {comparison.temperature:g}"
     found["Test"] = f"{comparison.problems} problems, greedy and {sampled}"
-    versions = (", ".join(f"{name} {version}" for name, version in one.summary["versions"].items()) for one in records)
-    return {**found, "Versions": _different(versions)}
+    versions = {f"{name} {version}": None for one in records for name, version in one.summary["versions"].items()}
+    return {**found, "Versions": ", ".join(versions)}
 
 
 def differing_settings(runs: RunSet) -> dict[str, list[str]]:
