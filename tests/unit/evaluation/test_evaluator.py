@@ -119,17 +119,6 @@ def test_a_metric_is_the_mean_of_its_definition_over_the_rollouts_of_each_proble
     assert len(set(expected)) > 1
 
 
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_response_up_to_one_rollouts_samples(evaluated):
-    evaluation, _, responses, _, _ = evaluated
-    assert [name for name in evaluation.metrics if name.startswith("pass@")] == ["pass@1", "pass@2", "pass@3", "pass@4"]
-    for k in range(1, SAMPLES + 1):
-        expected = []
-        for problem, rollouts in zip(PROBLEMS, responses, strict=True):
-            right = [s.answer == problem.answer for rollout in rollouts for s in rollout]
-            expected.append(np.mean([any(subset) for subset in itertools.combinations(right, k)]))
-        np.testing.assert_allclose(means(evaluation, f"pass@{k}"), expected)
-
-
 def test_entropy_is_of_the_first_rollouts_tokens_and_pooled_distinct_4_of_all_responses_together(evaluated):
     evaluation, examples, responses, _, policy = evaluated
     first = [[tuple(s.rollout.response_ids) for s in rollouts[0]] for rollouts in responses]

@@ -27,16 +27,6 @@ def test_parts_are_found_again_and_the_whole_takes_their_place(tmp_path: Path):
     assert pq.read_table(path).column("problem_id").to_pylist() == ["p-2", "p-3", "p-1"]
 
 
-def test_a_part_that_is_missing_costs_its_own_problems(tmp_path: Path):
-    store = SearchStore(tmp_path, LABEL)
-    for record in [ONE, *OTHERS]:
-        store.write_part([record])
-    (tmp_path / "parts" / "part_00001.parquet").unlink()
-    assert sorted(store.found()) == ["p-1", "p-3"]
-    store.write_part([OTHERS[0]])
-    assert sorted(store.found()) == ["p-1", "p-2", "p-3"]
-
-
 @pytest.mark.parametrize(("label", "message"), [
     ({**LABEL, "search.steps": 5}, "made with another search.steps: 4 .* 5"),
     ({**LABEL, "more": 1}, "another more: None .* 1"),

@@ -44,23 +44,6 @@ def test_weights_that_do_not_fit_are_errors(weights):
         weighted_vote(["a", "b"], weights)
 
 
-@few
-@given(answers=st.lists(st.one_of(st.none(), st.integers(-6, 6)), max_size=9))
-def test_votes_over_an_equivalence_are_votes_over_its_classes_named_by_their_first_member(answers):
-    def equivalent(a, b):
-        return a % 3 == b % 3
-
-    names = {}
-    for answer in answers:
-        if answer is not None:
-            names.setdefault(answer % 3, answer)
-    named = [None if answer is None else names[answer % 3] for answer in answers]
-    weights = [0.5 + (position % 3) for position in range(len(answers))]
-    assert majority_vote(answers, equivalent=equivalent) == majority_vote(named)
-    assert weighted_vote(answers, weights, equivalent=equivalent) == weighted_vote(named, weights)
-    assert vote_counts(answers, equivalent=equivalent) == vote_counts(named)
-
-
 def test_equivalence_is_asked_of_the_representative_and_takes_answers_without_a_hash():
     asked = []
 
