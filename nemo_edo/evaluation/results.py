@@ -16,9 +16,8 @@ import numpy as np
 
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.errors import UserError
-from nemo_edo.metrics.intervals import Interval, bootstrap_ratios, mean_interval
+from nemo_edo.metrics.intervals import Interval, bootstrap_ratios, mean_interval, share_intervals
 from nemo_edo.metrics.paired import paired_difference, solved_and_lost
-from nemo_edo.metrics.shares import share_intervals
 from nemo_edo.utils.files import read_object
 
 START = "warmup"

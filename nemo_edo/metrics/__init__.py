@@ -5,10 +5,10 @@ from nemo_edo.metrics.diversity import (
     distinct_answers,
     distinct_counts,
     distinct_n,
+    entropy_from_logits,
     pooled_distinct,
     self_bleu,
 )
-from nemo_edo.metrics.entropy import entropy_from_logits
 from nemo_edo.metrics.intervals import (
     Interval,
     bootstrap_ratio,
@@ -17,6 +17,10 @@ from nemo_edo.metrics.intervals import (
     mean_interval,
     mean_p_value,
     paired_bootstrap,
+    paired_share_interval,
+    proportion_interval,
+    share_interval,
+    share_intervals,
 )
 from nemo_edo.metrics.paired import (
     SolvedAndLost,
@@ -27,4 +31,3 @@ from nemo_edo.metrics.paired import (
     solved_and_lost,
 )
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k, vote_success
-from nemo_edo.metrics.shares import paired_share_interval, proportion_interval, share_interval, share_intervals

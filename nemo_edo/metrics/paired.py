@@ -15,8 +15,15 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import bdtr
 
-from nemo_edo.metrics.intervals import Interval, check_level, chunks, paired_bootstrap, ratio_data, whole_number
-from nemo_edo.metrics.shares import paired_share_interval
+from nemo_edo.metrics.intervals import (
+    Interval,
+    check_level,
+    chunks,
+    paired_bootstrap,
+    paired_share_interval,
+    ratio_data,
+    whole_number,
+)
 
 Results = ArrayLike | Mapping[Hashable, float]
 """[P], or a mapping by problem id."""

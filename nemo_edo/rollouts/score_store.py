@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.parquet_tables import PartedTable
+from nemo_edo.rollouts.store import PartedTable
 from nemo_edo.types import ScoredRollout
 
 Key = tuple[str, int]

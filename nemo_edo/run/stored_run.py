@@ -11,8 +11,8 @@ from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.evaluator import read_samples
 from nemo_edo.evaluation.results import KINDS, START, Evaluation, check_arm_names, load_evaluation
-from nemo_edo.evaluation.samples import read_samples
 from nemo_edo.evaluation.stored import aggregated, analyse, differences, differences_table, table, weighs
 from nemo_edo.rollouts.score_store import ScoreStore
 from nemo_edo.rollouts.store import RolloutStore

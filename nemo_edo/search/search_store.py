@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.parquet_tables import PartedTable
+from nemo_edo.rollouts.store import PartedTable
 from nemo_edo.types import ABSTAINED
 
 _LABEL = "nemo_edo.search"

@@ -16,8 +16,7 @@ import numpy as np
 from report_tables import markdown
 
 from nemo_edo.metrics import paired_difference
-from nemo_edo.metrics.intervals import bootstrap_ratios, paired_bootstrap
-from nemo_edo.metrics.shares import share_intervals
+from nemo_edo.metrics.intervals import bootstrap_ratios, paired_bootstrap, share_intervals
 
 PROBLEMS = (30, 256, 1319)
 RATES = (1 / 30, 0.1, 0.5, 0.9)

@@ -19,7 +19,7 @@ import pandas as pd
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, ratio_intervals
 from nemo_edo.metrics import Interval, mean_interval
-from nemo_edo.metrics.shares import mean_of_shares
+from nemo_edo.metrics.intervals import mean_of_shares
 from nemo_edo.report.page import render_page, write_whole
 from nemo_edo.report.run_record import RunRecord, read_run, setting
 from nemo_edo.report.run_set import FoundRuns, Trained, find_runs

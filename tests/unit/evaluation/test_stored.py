@@ -1,21 +1,37 @@
 """Metrics computed from stored responses equal those of the evaluation that generated them; curves match theirs."""
 
+import dataclasses
+import itertools
 import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from helpers import scripted_evaluation
+from helpers.responses import scored
 from helpers.scripted_evaluation import PROBLEMS, ROLLOUTS, SAMPLES
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.samples import read_samples
-from nemo_edo.evaluation.stored import aggregated, analyse, differences, families, kappa, table
+from nemo_edo.evaluation.evaluator import Samples, read_samples
+from nemo_edo.evaluation.stored import (
+    aggregated,
+    analyse,
+    best_of_curve,
+    differences,
+    families,
+    kappa,
+    sample_circles,
+    table,
+    vote_curve,
+)
 from nemo_edo.metrics import majority_at_k, pass_at_k
 from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
+from nemo_edo.rollouts.score_store import StepScores, rollouts_checksum
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.test_time.curves import best_of_curve
-from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE
+from nemo_edo.test_time import expected_vote_score
+from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, ScoredRollout
 
 N = SAMPLES * ROLLOUTS
 BOOTSTRAP = {"resamples": 200, "seed": 0}
@@ -177,3 +193,135 @@ def test_differences_are_paired_and_adjusted_together(evaluated, tmp_path):
     ]  # fmt: skip
     np.testing.assert_allclose([one.p for one in found], holm(raw), atol=0.1)
     assert all((one.p < 0.05) <= (one.interval.high < 0) and one.detectable >= 0 for one in found)
+
+
+WEIGHTED = st.lists(
+    st.tuples(st.sampled_from(["right", "a", "b", "c", None]), st.sampled_from([0.0, 0.1, 0.2, 0.7])),
+    min_size=1, max_size=5,
+)
+
+
+def subsets(n: int, k: int) -> list[tuple[int, ...]]:
+    return list(itertools.combinations(range(n), k))
+
+
+def all_circles(n: int) -> np.ndarray:
+    """Every order, so that the estimate is the expectation itself."""
+    return np.array(list(itertools.permutations(range(n))))
+
+
+def vote_of(answers, weights, places) -> float:
+    """The expected score of a weighted vote, ties broken at random, from the definition."""
+    totals: dict[str, float] = {}
+    for place in places:
+        if answers[place] is not None:
+            totals[answers[place]] = totals.get(answers[place], 0.0) + weights[place]
+    leaders = [answer for answer, total in totals.items() if total >= max(totals.values()) - 1e-12]
+    return float("right" in leaders) / max(len(leaders), 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), min_size=1, max_size=7))
+def test_best_of_k_is_the_mean_over_all_subsets_with_ties_averaged(pairs):
+    scores, rewards = [float(s) for s, _ in pairs], [float(r) for _, r in pairs]
+
+    def best(places) -> float:
+        highest = max(scores[p] for p in places)
+        tied = [rewards[p] for p in places if scores[p] == highest]
+        return sum(tied) / len(tied)
+
+    expected = [np.mean([best(places) for places in subsets(len(pairs), k)]) for k in range(1, len(pairs) + 1)]
+    np.testing.assert_allclose(best_of_curve(scores, rewards), expected, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WEIGHTED)
+def test_votes_over_all_circles_are_the_mean_over_all_subsets(pairs):
+    answers, weights = [a for a, _ in pairs], [w for _, w in pairs]
+    n, right = len(pairs), [answer == "right" for answer in answers]
+    plain, weighted = (
+        [np.mean([score(places) for places in subsets(n, k)]) for k in range(1, n + 1)]
+        for score in (lambda places: expected_vote_score([answers[p] for p in places], "right"),
+                      lambda places: vote_of(answers, weights, places))
+    )
+    np.testing.assert_allclose(vote_curve(answers, right, all_circles(n)), plain, atol=1e-12)
+    np.testing.assert_allclose(vote_curve(answers, right, all_circles(n), weights), weighted, atol=1e-9)
+
+
+def test_the_estimate_of_64_responses_is_within_its_error_of_the_exact_vote():
+    rng = random.Random(3)
+    answers = rng.choices(["right", "a", "b", "c", None, *map(str, range(20))], [9, 8, 4, 2, 3, *[1] * 20], k=64)
+    circles = sample_circles(64, 4000, np.random.default_rng(0))
+    curve = vote_curve(answers, [answer == "right" for answer in answers], circles)
+    exact = [majority_at_k(answers, "right", k) for k in range(1, 65)]
+    np.testing.assert_allclose(curve, exact, atol=0.02)
+    for k in (1, 63, 64):  # every response, and every one left out, is in as many windows
+        assert curve[k - 1] == pytest.approx(exact[k - 1], abs=1e-12)
+
+
+NAMES = ("test-10", "test-2", "test-3")
+
+
+def responses() -> list[ScoredRollout]:
+    rng, found = random.Random(0), []
+    for problem in NAMES:
+        for sample in range(SAMPLES):
+            ids = tuple(rng.choices(range(50), k=rng.randint(1, 6)))
+            logprobs = tuple(-rng.randint(0, 64) / 16 for _ in ids)  # whole in float32
+            right = rng.random() < 0.5
+            found.append(scored(problem, sample, ids, float(right), answer="2" if right else None,
+                                well_formed=sample % 2 == 0, response_logprobs=logprobs))
+    return found
+
+
+def read(tmp_path, written):
+    RolloutStore(tmp_path).write(3, written)
+    return read_samples(RolloutStore(tmp_path), 3)
+
+
+def test_arrays_hold_what_the_records_hold_in_the_order_of_samples(tmp_path):
+    written = responses()
+    samples = read(tmp_path, [*written[::2], *written[1::2]])
+    direct = Samples.of_scored(written, SAMPLES)
+    for name in (field.name for field in dataclasses.fields(Samples) if field.name not in ("problems", "tokens")):
+        np.testing.assert_array_equal(getattr(samples, name), getattr(direct, name))
+    assert samples.problems == direct.problems == NAMES  # as generated, not sorted
+    names = ("rewards", "answers", "well_formed", "lengths", "logprobs")
+    assert [[getattr(samples, name).ravel()[i] for name in names] for i in range(len(written))] == [
+        [s.reward, s.answer, s.well_formed, len(s.rollout.response_ids), sum(s.rollout.response_logprobs)]
+        for s in written]
+    tokens = [tuple(ids.tolist()) for ids in samples.tokens.flat]
+    assert tokens == [tuple(one.rollout.response_ids) for one in written]
+    assert samples.has_verdict.all() and (samples.rules == -1).all()
+    assert samples.checksum == rollouts_checksum(written)
+
+
+def test_a_judges_verdict_the_rules_verdict_and_an_abstention_are_recognised_by_the_reason(tmp_path):
+    marks = [(1.0, f"correct{RULES_AGREE}"), (1.0, f"correct{RULES_DISAGREE}"), (0.0, f"final answer 3{RULES_AGREE}"),
+             (0.0, f"final answer 3{RULES_DISAGREE}"), (0.0, f"{ABSTAINED}its reply has no verdict")]
+    samples = read(tmp_path, [scored("test-1", sample, reward=reward, reason=reason)
+                              for sample, (reward, reason) in enumerate(marks)])
+    assert samples.rules.tolist() == [[1, 0, 0, 1, -1]]
+    assert samples.has_verdict.tolist() == [[True, True, True, True, False]]
+
+
+@pytest.mark.parametrize(("spoilt", "told"), [
+    (lambda whole: whole[:-1], "samples 0 to N - 1"),
+    (lambda whole: whole[SAMPLES + 1 :], "samples 0 to N - 1"),
+    (lambda whole: [scored(response_logprobs=(-1.0,))], "without a log-probability of each token"),
+    (lambda whole: [], "has no responses"),
+])
+def test_problems_with_unequal_samples_and_missing_log_probabilities_are_errors(tmp_path, spoilt, told: str):
+    with pytest.raises(UserError, match=told):
+        read(tmp_path, spoilt(responses()))
+
+
+def test_scores_come_in_the_order_of_the_responses_and_all_have_one(tmp_path):
+    samples = read(tmp_path, responses())
+    keys = [(problem, sample) for problem in NAMES for sample in range(SAMPLES)]
+    scores = {key: StepScores((float(place), 0.5)) for place, key in enumerate(keys)}
+    steps = samples.steps(dict(reversed(scores.items())))
+    assert np.array(steps)[:, :, 0].ravel().tolist() == list(range(len(keys)))
+    del scores["test-2", 3]
+    with pytest.raises(UserError, match="response 3 to test-2 has no score"):
+        samples.steps(scores)
