@@ -126,10 +126,8 @@ def analyse(
         judge, rules = sampled.rewards[place, compared] == 1, sampled.rules[place, compared] == 1
         agreement = ((judge == rules).sum(), judge.sum(), rules.sum())
         row |= {n: (float(c), float(compared.sum())) for n, c in zip(JUDGE_AND_RULES, agreement, strict=True)}
-        row |= _curves(sampled, place, {name: scores_PN[place] for name, scores_PN in scores.items()}, subsets, seed)
+        row |= _curves(sampled, place, scores, subsets, seed)
     unneeded = meaningless(greedy, sampled)
-    unneeded.update(name for name in rows[0] for score, scores_PN in scores.items()
-                    if re.fullmatch(r"weighted@\d+/" + re.escape(score), name) and not weighs(scores_PN))  # fmt: skip
     if unneeded.issuperset(OF_ANSWERS):
         unneeded.update(name for name in rows[0] if name.startswith(("majority@", "weighted@")))
     if (sampled.rules < 0).all():
@@ -138,7 +136,7 @@ def analyse(
     return Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature)
 
 
-def _curves(sampled: Samples, place: int, scores: Mapping[str, np.ndarray], subsets: int, seed: int) -> Sums:
+def _curves(sampled: Samples, place: int, scores: Scores, subsets: int, seed: int) -> Sums:
     """Every curve of a problem at each k up to N; nothing beyond the number of its responses with a verdict."""
     with_verdict = np.flatnonzero(sampled.has_verdict[place])
     right, answers = sampled.successes[place, with_verdict], sampled.answers[place, with_verdict].tolist()
@@ -150,10 +148,11 @@ def _curves(sampled: Samples, place: int, scores: Mapping[str, np.ndarray], subs
         "majority@{}": vote_curve(answers, right, circles) if judged else (),
         f"best_of@{{}}/{ORACLE}": best_of_curve(rewards, rewards) if judged else (),
     }
-    for name, all_scores in scores.items():
-        own = all_scores[with_verdict]
+    for name, scores_PN in scores.items():
+        own = scores_PN[place, with_verdict]
         curves[f"best_of@{{}}/{name}"] = best_of_curve(own, rewards) if judged else ()
-        curves[f"weighted@{{}}/{name}"] = vote_curve(answers, right, circles, own) if judged and weighs(own) else ()
+        if weighs(scores_PN):
+            curves[f"weighted@{{}}/{name}"] = vote_curve(answers, right, circles, own) if judged else ()
     return {
         family.format(k): (float(curve[k - 1]), 1.0) if k <= len(curve) else NOTHING
         for family, curve in curves.items()

@@ -140,11 +140,6 @@ class SearchNode:
     expanded_at: int | None = None
     """Iteration; None for a leaf."""
 
-    @property
-    def depth(self) -> int:
-        """Steps from the question."""
-        return len(self.path.steps)
-
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -188,25 +183,22 @@ class SearchLLM:
             if not live:
                 break
             expanded = [(tree, node) for tree in live for node in tree.select()]
-            proposals = self._propose([tree.nodes[node].path for tree, node in expanded],
-                                      [tree.seed(node) for tree, node in expanded])  # fmt: skip
+            paths = [tree.nodes[node].path for tree, node in expanded]
+            seeds = [tree.seed(node) for tree, node in expanded]
+            proposals = self.proposer.propose(paths, self.config.branches, seeds)
+            if len(proposals) != len(paths):
+                raise ValueError(f"the proposer returned {len(proposals)} lists of steps for {len(paths)} paths")
             for (tree, node), steps in zip(expanded, proposals, strict=True):
+                if len(steps) != self.config.branches or not all(one.finished or one.text.strip() for one in steps):
+                    raise ValueError(
+                        f"the proposer returned {steps} for {tree.nodes[node].path}, expected {self.config.branches} "
+                        "steps, of which only one that finishes may be empty"
+                    )
                 tree.propose(node, steps)
             found = iter(self._score([child.path for tree in live for child in tree.proposed]))
             for tree in live:
                 tree.grow([next(found) for _ in tree.proposed])
         return [tree.result() for tree in trees]
-
-    def _propose(self, paths: Sequence[StepPath], seeds: Sequence[int]) -> list[list[Step]]:
-        proposals = self.proposer.propose(paths, self.config.branches, seeds)
-        if len(proposals) != len(paths):
-            raise ValueError(f"the proposer returned {len(proposals)} lists of steps for {len(paths)} paths")
-        for path, steps in zip(paths, proposals, strict=True):
-            if len(steps) != self.config.branches:
-                raise ValueError(f"the proposer returned {len(steps)} steps of {self.config.branches} for {path}")
-            if not all(step.finished or step.text.strip() for step in steps):
-                raise ValueError(f"the proposer returned an empty step that does not finish {path}")
-        return proposals
 
     def _score(self, paths: Sequence[StepPath]) -> list[StepScore]:
         scores = self.scorer.score(paths)
