@@ -36,8 +36,7 @@ from nemo_edo.report.plotting import (
     line_chart,
     over_seeds,
 )
-from nemo_edo.report.run_record import START_LABEL, setting
-from nemo_edo.report.run_set import Trained
+from nemo_edo.report.run_set import START_LABEL, Trained, setting
 
 FEWEST_ALPHAS = 3
 ALPHA_FAMILIES = {"ED-GRPO": "GRPO", "ED-iDPO": "ETO"}

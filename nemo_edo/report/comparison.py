@@ -28,8 +28,7 @@ from nemo_edo.evaluation.results import (
 )
 from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
 from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
-from nemo_edo.report.run_record import setting
-from nemo_edo.report.run_set import RunSet, Trained
+from nemo_edo.report.run_set import RunSet, Trained, setting
 
 SOLVED_METRIC = "greedy_accuracy"
 LEVEL = 0.05

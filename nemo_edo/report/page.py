@@ -23,10 +23,8 @@ from nemo_edo.report.charts import all_charts
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.conclusions import conclusions, direction, short_name, terminal_table
 from nemo_edo.report.plotting import DASHES, SYMBOLS
-from nemo_edo.report.run_record import setting
-from nemo_edo.report.run_set import RunSet, arm_settings
-from nemo_edo.report.sample_browser import sample_browser
-from nemo_edo.report.search_tree import read_trees
+from nemo_edo.report.run_set import RunSet, arm_settings, setting
+from nemo_edo.report.sample_browser import read_trees, sample_browser
 from nemo_edo.utils.files import write_text
 from nemo_edo.utils.phases import PHASES
 

@@ -18,9 +18,8 @@ from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.report.page import write_report
-from nemo_edo.report.run_record import SEARCH_ACCURACY, SEARCH_EVALUATION
-from nemo_edo.report.run_set import one_run
-from nemo_edo.report.search_tree import tree_record
+from nemo_edo.report.run_set import SEARCH_ACCURACY, SEARCH_EVALUATION, one_run
+from nemo_edo.report.sample_browser import tree_record
 from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_format, read_reward_folder, too_long
 from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.reward_models.score_run import made_by

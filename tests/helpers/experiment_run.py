@@ -8,7 +8,7 @@ from nemo_edo.config import RunConfig
 from nemo_edo.config.arms import arm_label
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.evaluation.results import START
-from nemo_edo.report.run_record import RunRecord, read_run
+from nemo_edo.report.run_set import RunRecord, read_run
 
 
 def write_experiment_run(folder: Path, cfg: RunConfig, shares: Mapping[str, Mapping[str, Sequence[float]]],

@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_edo.evaluation.results import Evaluation
-from nemo_edo.report.run_record import ArmSettings, RunRecord, lines_table
-from nemo_edo.report.run_set import RunSet, Trained
+from nemo_edo.report.run_set import ArmSettings, RunRecord, RunSet, Trained, lines_table
 
 Curve = Sequence[tuple[float, float]]
 """(accuracy, entropy) of each collection."""

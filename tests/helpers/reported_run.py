@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nemo_edo.report.run_record import read_run
+from nemo_edo.report.run_set import read_run
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, ScoredRollout
 

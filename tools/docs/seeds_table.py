@@ -16,7 +16,7 @@ from report_tables import markdown
 
 from nemo_edo.evaluation.results import START, main_metrics, seeds_interval
 from nemo_edo.metrics import Interval
-from nemo_edo.report.run_record import RunRecord, read_run
+from nemo_edo.report.run_set import RunRecord, read_run
 
 BOOTSTRAP = 2000
 

@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nemo_edo.evaluation.results import START
-from nemo_edo.report.run_record import RunRecord, setting
-from nemo_edo.report.run_set import arm_settings, flattened
+from nemo_edo.report.run_set import RunRecord, arm_settings, flattened, setting
 from tools.paper_tables.published import OUT_OF_DISTRIBUTION, OVERALL, evaluated_on, measured_by, read_texts
 
 WARM_UP = "sft.steps * sft.batch_size"

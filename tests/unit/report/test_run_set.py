@@ -11,8 +11,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.report.comparison import compare
-from nemo_edo.report.run_record import SEARCH_EVALUATION, read_run
-from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from nemo_edo.report.run_set import SEARCH_EVALUATION, find_runs, one_run, read_run, read_runs
 from nemo_edo.run.folder import RunFolder
 
 

@@ -22,8 +22,7 @@ from nemo_edo.data.model_folder import check_files
 from nemo_edo.data.problems import load_problems
 from nemo_edo.data.tokenizer import load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
-from nemo_edo.report.run_record import read_run
-from nemo_edo.report.run_set import find_runs, read_runs
+from nemo_edo.report.run_set import find_runs, read_run, read_runs
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.rewards.judge import JudgeCache, Reply
 from nemo_edo.rollouts.score_store import ScoreStore, StepScores
