@@ -58,23 +58,24 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Samples:
+    """P problems with N responses each, in the order of their sample_index: arrays [P, N]."""
+
     problems: tuple[str, ...]
     rewards: np.ndarray
     successes: np.ndarray
-    """[P, N] bool, the responses that count as right (``ScoredRollout.success``)."""
+    """The responses that count as right (``ScoredRollout.success``)."""
     has_verdict: np.ndarray
-    """[P, N] bool, False where the verifier abstained: such a response's reward says nothing."""
+    """False where the verifier abstained: such a response's reward says nothing."""
     rules: np.ndarray
-    """[P, N] int8: 1 or 0 what the rules say where a judge's verdict was compared with theirs; -1 elsewhere."""
+    """1 or 0 what the rules say where a judge's verdict was compared with theirs; -1 elsewhere."""
     answers: np.ndarray
-    """[P, N] objects, the answers in canonical form; None: there is none."""
+    """The answers in canonical form; None: there is none."""
     well_formed: np.ndarray
     tokens: np.ndarray
-    """[P, N] objects, the token ids of each response, the stop token included."""
+    """The token ids of each response, the stop token included."""
     lengths: np.ndarray
-    """[P, N] int64, their numbers."""
     logprobs: np.ndarray
-    """[P, N] float64, the sum of a response's log-probabilities under the sampler; NaN where it told none."""
+    """The sum of a response's log-probabilities under the sampler; NaN where it told none."""
 
     @classmethod
     def of(cls, responses: Iterable[tuple], each: int) -> Samples:
