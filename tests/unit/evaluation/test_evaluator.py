@@ -12,7 +12,6 @@ from helpers.one_run import evaluation
 from helpers.scripted_engine import ScriptedEngine
 from helpers.scripted_evaluation import (
     MAX_NEW_TOKENS,
-    PAD,
     PROBLEMS,
     ROLLOUTS,
     SAMPLES,
@@ -21,19 +20,17 @@ from helpers.scripted_evaluation import (
 )
 
 from nemo_edo.algorithms.plan import sampling_requests
-from nemo_edo.config import EvaluationConfig
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.evaluator import Evaluator, Tuning
+from nemo_edo.evaluation.evaluator import Tuning
 from nemo_edo.evaluation.results import (
     Evaluation,
     load_evaluation,
     metric_name,
     newly_solved_and_lost,
 )
-from nemo_edo.generation.sampling import choose_tokens
 from nemo_edo.metrics import distinct_n
 from nemo_edo.rewards.verifier import ExactAnswerScorer
-from nemo_edo.types import Problem, Rollout
+from nemo_edo.types import Problem
 
 
 class CountingPolicy:
@@ -173,53 +170,6 @@ def test_without_an_answer_in_any_response_there_are_no_votes_and_no_best_temper
     names = {name.partition("/")[0] for name in evaluation.metrics}
     assert not names & {f"vote@{SAMPLES}", "distinct_answers", "answer_entropy", "best_temperature"}
     assert {"accuracy", "pass@4", "distinct_4"} <= names
-
-
-class Softmax:
-    """A policy whose logits depend on the position alone, with its engine; it trains at one temperature."""
-
-    policy_version = 0
-
-    def __init__(self, trained_at: float) -> None:
-        self.logits = 3 * torch.randn(6, 8, generator=torch.Generator().manual_seed(3))
-        self.trained_at = trained_at
-
-    def generate(self, requests, sampling):
-        uniforms = torch.stack([torch.rand(6, generator=torch.Generator().manual_seed(r.seed)) for r in requests])
-        found = [choose_tokens(self.logits[t].expand(len(requests), -1), uniforms[:, t], sampling) for t in range(6)]
-        tokens, logprobs = (torch.stack(values, dim=1).tolist() for values in zip(*found, strict=True))
-        return [Rollout(r.problem_id, r.sample_index, r.prompt_ids, tuple(ids), tuple(values), "", True, 0, r.seed)
-                for r, ids, values in zip(requests, tokens, logprobs, strict=True)]
-
-    def logprobs(self, batch, *, temperature=None):
-        log_p = torch.log_softmax(self.logits / (temperature or self.trained_at), dim=-1)
-        entropies = torch.zeros_like(batch.mask)
-        entropies[batch.mask.bool()] = -(log_p.exp() * log_p).sum(-1).repeat(batch.size)
-        return entropies, entropies
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_both_entropies_are_of_the_evaluations_temperature_at_whatever_temperature_a_policy_trains(temperature):
-    """The warm-up trains at 1, an arm at sampling.temperature: the same weights have the same entropy."""
-    problems = [Problem(f"test-{i}", f"q{i}", "#### 1", str(i), f"test.jsonl:{i}") for i in range(100)]
-    prompts = {problem.id: (3,) for problem in problems}
-    requests = sampling_requests(problems, prompts, 8, 42, "evaluate")
-    settings = EvaluationConfig(samples=8, temperature=[temperature])
-    exact = []
-    for policy, trained_at in ((True, 1.0), (True, 0.5), (False, 0.5)):
-        engine = Softmax(trained_at)
-
-        def respond(_, requests, sampling, problems, engine=engine):
-            return ExactAnswerScorer().score(engine.generate(requests, sampling), problems)
-
-        evaluator = Evaluator(engine if policy else None, respond, problems, settings, 6, PAD)
-        evaluation, _ = evaluator.evaluate("arm", requests, 1)
-        exact.append(evaluation.mean("entropy" if policy else "entropy_sampled"))
-    log_p = torch.log_softmax(Softmax(1.0).logits.double() / temperature, dim=-1)
-    expected = -(log_p.exp() * log_p).sum(-1)
-    assert exact[0] == exact[1] == pytest.approx(float(expected.mean()), rel=1e-5)
-    deviation = ((log_p.exp() * log_p**2).sum(-1) - expected**2).sum().sqrt() / 6  # of a response's mean
-    assert abs(exact[2] - exact[0]) < 4 * float(deviation) / len(requests) ** 0.5
 
 
 def test_means_are_of_what_was_measured_with_their_intervals():

@@ -9,7 +9,6 @@ from nemo_edo.metrics import (
     bootstrap_ratio,
     mean_interval,
     mean_p_value,
-    paired_bootstrap,
     paired_share_interval,
     proportion_interval,
     share_interval,
@@ -27,16 +26,6 @@ def test_the_bootstrap_of_a_ratio_of_sums_agrees_with_the_delta_methods_closed_f
     assert interval.mean == pytest.approx(ratio)
     assert interval.low == pytest.approx(ratio - half, abs=0.05 * half)
     assert interval.high == pytest.approx(ratio + half, abs=0.05 * half)
-
-
-def test_pairing_removes_what_both_have_in_common():
-    rng = np.random.default_rng(0)
-    difficulty, ones = rng.normal(scale=10, size=200), np.ones(200)
-    a, b = difficulty + rng.normal(size=200) + 0.5, difficulty + rng.normal(size=200)
-    paired = paired_bootstrap(a, ones, b, ones, resamples=2000, seed=0)
-    half = NormalDist().inv_cdf(0.975) * (a - b).std() / math.sqrt(200)
-    assert paired.mean == pytest.approx((a - b).mean())
-    assert paired.high - paired.low == pytest.approx(2 * half, rel=0.1)
 
 
 def test_the_mean_over_three_seeds_has_its_t_interval_and_one_seed_has_none():

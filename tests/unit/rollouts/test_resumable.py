@@ -165,21 +165,6 @@ def test_responses_of_another_policy_are_refused_before_they_are_written_and_on_
         ask(store, Engine())
 
 
-def test_a_complete_iteration_takes_the_place_of_another_and_one_that_is_not_leaves_it_alone(tmp_path):
-    old, new = RolloutStore(tmp_path / "old"), RolloutStore(tmp_path / "new")
-    for rank in range(2):
-        path = old.write(ITERATION, [scored(sample=rank)])
-        path.rename(path.with_name(f"rank_{rank}_of_2.parquet"))
-    whole = ask(new, Engine())
-    with pytest.raises(UserError, match="new/iter_00003: has no rollouts"):
-        old.take_over(ITERATION, new)
-    assert len(old.read(ITERATION)) == 2
-    new.write(ITERATION, whole)
-    old.take_over(ITERATION, new)
-    assert old.stored(ITERATION) == whole
-    assert not new.folder.exists()
-
-
 def test_what_an_engine_had_each_time_it_gave_up_is_scored_and_kept_and_only_the_rest_is_generated_later(tmp_path):
     """The first part is complete; of the second, p-3 to p-5, an engine has two responses, and then none more."""
     class GivesUp(Engine):

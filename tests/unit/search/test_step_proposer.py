@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from helpers import tiny_models
 from helpers.scripted_engine import ScriptedEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,34 +129,3 @@ def test_a_solution_ends_with_the_step_that_states_its_answer(text, options, sai
     path, taken = walked(steps)
     assert [step.text for step in taken] == said
     assert steps.solution(path, True, 0).finished
-
-
-# --- the in-process engine -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory):
-    return tiny_models.write_tiny_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.mark.parametrize("separator", ["0 ", "7", " 1"])
-def test_greedy_steps_of_a_model_are_its_plain_greedy_response(model_folder, separator):
-    engine = tiny_models.build_engine(tiny_models.build_policy(model_folder), stop_ids=range(1, 4))
-    prompts = {f"q{number}": (f"p-{number}", tuple(range(12 + number, 17 + 3 * number))) for number in range(8)}
-    greedy = SamplingParams(0.0, 1.0, 20)
-    steps = EngineStepProposer(engine, prompts, greedy, separator=separator, answers=None,
-                               decode=lambda ids: " ".join(map(str, ids)))
-    going, ended = [StepPath(question) for question in prompts], {}
-    while going:
-        found = [
-            (replace(path, steps=(*path.steps, step.text)), step.finished)
-            for path, [step] in zip(going, steps.propose(going, 1, range(len(going))), strict=True)
-        ]
-        ended |= {path.question: path for path, finished in found if finished}
-        going = [path for path, finished in found if not finished]
-    plain = engine.generate([GenerationRequest(*about[:1], 0, about[1], 1) for about in prompts.values()], greedy)
-    for question, other in zip(prompts, plain, strict=True):
-        one = steps.solution(ended[question], True, 0)
-        assert (one.response_ids, one.finished) == (other.response_ids, other.finished)
-        assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-4)
-    assert max(len(path.steps) for path in ended.values()) > 2, "too few steps for this test"
