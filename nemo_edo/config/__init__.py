@@ -5,8 +5,6 @@ dataclasses; the files have differences only. Checks that need no files, weights
 and name the key as a user writes it.
 """
 
-# ruff: noqa: F401
-
 from nemo_edo.config.cluster import ClusterConfig, ContainerConfig
 from nemo_edo.config.data import ArithmeticConfig, DataConfig, RewardsConfig
 from nemo_edo.config.generation import GenerationConfig, RefitConfig, ServersConfig
