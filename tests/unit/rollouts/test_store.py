@@ -35,7 +35,8 @@ def key(one: ScoredRollout) -> tuple[str, int]:
     return one.rollout.problem_id, one.rollout.sample_index
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None,
+          max_examples=50)
 @given(st.lists(scored_rollouts(), max_size=6, unique_by=key), st.integers(1, 3))
 def test_rollouts_read_back_exactly_and_in_order_also_from_the_shards_of_several_ranks(tmp_path, rollouts, world_size):
     shutil.rmtree(tmp_path / "iter_00003", ignore_errors=True)
