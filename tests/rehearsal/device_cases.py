@@ -70,20 +70,6 @@ def late_copy() -> tuple[list[float], list[float], list[float]]:
     return before, pinned.tolist(), plain.tolist()
 
 
-def selected() -> list[tuple[list[str], bool]]:
-    """Of each covariance control: where the tokens are that it selects, of the host's tensors and of the device's; and
-    whether they are the same."""
-    from nemo_edo.losses import clip_cov_selection, kl_cov_selection
-
-    covariances, mask = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)), torch.ones(3, 5)
-    clip = {"low": -9.0, "high": 9.0, "share": 0.4, "seed": 0}
-    found = []
-    for select, how in ((kl_cov_selection, {"share": 0.4}), (clip_cov_selection, clip)):
-        here, there = (select(covariances.to(place), mask.to(place), **how) for place in ("cpu", "cuda"))
-        found.append(([here.device.type, there.device.type], torch.equal(here, there.cpu())))
-    return found
-
-
 def kernel_with_a_tensor_of_the_host() -> str:
     from nemo_edo.parallel import kernels
     from nemo_edo.parallel.softmax_state import RunningSoftmax

@@ -56,10 +56,6 @@ def test_a_copy_to_pinned_memory_arrives_with_the_synchronisation(gpu):
     assert before != after == of_plain_memory == [1.0, 2.0]
 
 
-def test_covariance_controls_select_the_same_tokens_on_every_device(gpu):
-    assert gpu.run(f"{DEVICE_CASES}:selected")[0] == [(["cpu", "cuda"], True)] * 2
-
-
 def test_a_kernel_of_triton_refuses_tensors_of_the_host(gpu):
     assert "cannot be accessed from Triton" in gpu.run(f"{DEVICE_CASES}:kernel_with_a_tensor_of_the_host")[0]
 

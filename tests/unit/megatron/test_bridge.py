@@ -107,19 +107,6 @@ def test_another_model_of_the_same_split_makes_no_new_process_groups(half, tiny,
     assert parallel_state.get_tensor_model_parallel_group() is group
 
 
-def test_bridge_pairs_the_experts_of_two_processes_by_their_places():
-    """The second has experts 6 to 11: in the order of their names, 10 would come first."""
-    from megatron.bridge.models.conversion import model_bridge
-
-    def places(first: int) -> list[tuple[int, str]]:
-        names = [f"decoder.layers.0.mlp.experts.local_experts.{first + place}.{layer}.weight"
-                 for place in range(6) for layer in ("linear_fc1", "linear_fc2")]
-        parts = [name.split(".") for name in sorted(names, key=model_bridge.extract_sort_key)]
-        return [(int(part[-3]) - first, part[-2]) for part in parts]
-
-    assert places(6) == places(0)
-
-
 def test_the_router_of_experts_adds_no_loss(tiny, tmp_path):
     policy = tiny.build_policy(tiny.write_tiny_model(tmp_path, "qwen3_moe", **EXPERTS))
     config = policy.chunks[0].config

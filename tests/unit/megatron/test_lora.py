@@ -17,7 +17,6 @@ from nemo_edo.megatron import checkpoint, lora
 from nemo_edo.megatron.bridge import build_model
 from nemo_edo.megatron.hf_export import export_adapter_folder, export_hf_folder
 from nemo_edo.megatron.platform import device_and_groups
-from nemo_edo.types import GenerationRequest, SamplingParams
 
 LORA = LoRAConfig(rank=4, alpha=6.0)
 SCALE = 1.5
@@ -85,19 +84,6 @@ def test_exported_weights_are_the_base_plus_alpha_over_rank_times_the_product(mo
         if (key := name.removesuffix(".weight")) + ".lora_A.weight" in adapters:
             expected = expected + SCALE * adapters[f"{key}.lora_B.weight"] @ adapters[f"{key}.lora_A.weight"]
         torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_an_exported_folder_and_generation_have_the_adapters(model, tiny, tmp_path):
-    export_hf_folder(model.policy.built, tmp_path / "hf")
-    batch = tiny.random_batch()
-    expected = dense_logprobs(tiny, tiny.load_dense(tmp_path / "hf"), batch).detach()
-    torch.testing.assert_close(logprobs(model.policy, batch) * batch.mask, expected, rtol=0, atol=2e-5)
-    requests = [GenerationRequest("p", index, (20 + index, 21), index) for index in range(4)]
-    found, merged, without = (
-        [r.response_ids for r in tiny.build_engine(policy).generate(requests, SamplingParams(1.0, 1.0, 12))]
-        for policy in (model.policy, tiny.build_policy(tmp_path / "hf"), tiny.build_policy(model.folder))
-    )
-    assert found == merged != without
 
 
 def test_a_peft_folder_has_the_merged_models_weights_over_the_base_that_it_names(model, tiny, tmp_path):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -18,7 +17,7 @@ from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import forward_backward
 from nemo_edo.megatron import packing as megatron_packing
-from nemo_edo.megatron.cpu.attention import SDPAttention, rotate, turns
+from nemo_edo.megatron.cpu.attention import SDPAttention
 from nemo_edo.megatron.cpu.families import TorchNorm
 from nemo_edo.megatron.layer_spec import FUSED, check_packing, choose_attention, kernels, set_layer_spec
 from nemo_edo.megatron.packing import PackedSequences
@@ -194,38 +193,8 @@ def test_packing_and_shared_prompts_are_refused_with_layers_that_cannot_compute_
         check_packing(model("qwen2").policy.chunks, share_prompts=True)
 
 
-@pytest.mark.parametrize("scale", [1.0, 1.3])
-@pytest.mark.parametrize(("length", "rows", "width"), [(1, 3, 64), (7, 3, 16), (7, 1, 16), (1, 1, 16)])
-def test_rotation_and_its_gradient_are_megatrons(length: int, rows: int, width: int, scale: float):
-    torch.manual_seed(0)
-    half = torch.rand(length, 1, 1, width // 2) * 6
-    angles = torch.cat([half, half], dim=-1)
-    shape = (length, rows, 2, width)
-    ours, theirs = (
-        torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2)
-    )
-    upstream, config = torch.randn(shape), TransformerConfig(num_layers=1, hidden_size=width, num_attention_heads=1)
-    rotated, expected = (
-        rotate(ours, *turns(angles, scale, torch.float32)),
-        apply_rotary_pos_emb(theirs, angles, config, mscale=scale),
-    )
-    torch.testing.assert_close(rotated, expected, rtol=0, atol=1e-6)
-    rotated.backward(upstream)
-    expected.backward(upstream)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-6)
-
-
 def norm_config(**fields) -> TransformerConfig:
     return TransformerConfig(**{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, **fields})
-
-
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-def test_a_norm_has_mean_square_one_and_takes_eps_and_size(name):
-    norm = TorchNorm(norm_config(normalization=name), 16, eps=0.5)
-    x = 3 + torch.randn(5, 16, dtype=torch.float64)
-    centred = x - x.mean(-1, keepdim=True) if name == "LayerNorm" else x
-    expected = centred / (centred.square().mean(-1, keepdim=True) + 0.5).sqrt()
-    torch.testing.assert_close(norm.double()(x), expected)
 
 
 @pytest.mark.parametrize("shared", [True, False])
