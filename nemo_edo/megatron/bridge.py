@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -26,6 +26,9 @@ from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_supp
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.routing import forget_routers
 from nemo_edo.megatron.splits import check_adapters, check_device, check_splits
+
+if TYPE_CHECKING:
+    from nemo_edo.megatron.folder_weights import CheckedSource
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
     return fields
 
 
-def _check_conversion(folder: Path, fields: dict[str, Any]) -> None:
+def _check_conversion(folder: Path, fields: dict[str, Any]) -> CheckedSource:
     from megatron.bridge import AutoBridge
 
     from nemo_edo.megatron.folder_fields import check_fields, load_config
@@ -98,7 +101,7 @@ def _check_conversion(folder: Path, fields: dict[str, Any]) -> None:
     config = load_config(fields, source)
     bridge = AutoBridge.from_hf_config(config)._model_bridge
     check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
-    check_weights(folder, config, bridge.mapping_registry())
+    return check_weights(folder, config, bridge.mapping_registry())
 
 
 def build_model(
@@ -121,14 +124,13 @@ def build_model(
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.hf_pretrained.state import StateDict
 
-    from nemo_edo.megatron.folder_weights import CheckedSource, check_finite, check_mapped
+    from nemo_edo.megatron.folder_weights import check_finite, check_mapped
 
     machine = device_support(device)
     check_device(parallelism, precision, machine)
     check_fp8_support(precision, machine)
-    _check_conversion(folder, read_fields(folder))
+    source = _check_conversion(folder, read_fields(folder))
     bridge = AutoBridge.from_hf_pretrained(str(folder))
-    source = CheckedSource(folder, bridge.hf_pretrained.config)
     bridge.hf_pretrained._state_dict_accessor = StateDict(source)
     bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported
     provider = _provider(bridge, parallelism, precision)

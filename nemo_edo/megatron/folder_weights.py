@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_edo.data.model_folder import StoredTensor, read_headers
@@ -28,56 +28,59 @@ BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 SHOWN = 3
 
 
-@dataclass(frozen=True)
-class Expected:
-    """The tensors that transformers saves of a config's model, by the names that model files and Bridge have."""
+class CheckedSource(SafeTensorsStateSource):
+    """Bridge's source of a folder's tensors, from the files that transformers reads: left to itself, Bridge prefers an
+    index to model.safetensors and, without one, reads every file.
 
-    model: PreTrainedModel
-    """On the meta device: without numbers."""
-    shapes: dict[str, tuple[int, ...]]
-    tied: dict[str, str]
-    """The source of each tied tensor."""
-    fused: dict[str, list[str]]
-    """The parts of a tensor: transformers 5 computes with a layer's experts in one, and loads them from one as well."""
+    Names are those that model files and Bridge have. transformers 5 computes with a layer's experts in one tensor, and
+    loads them from one as well: its parts are in its place. Raises UserError for such a tensor of another shape."""
 
-    @classmethod
-    def of(cls, config: PretrainedConfig) -> Expected:
+    def __init__(self, folder: Path, config: PretrainedConfig) -> None:
+        super().__init__(folder)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        state = model.state_dict()
-        saved = revert_weight_conversion(model, state)
-        fused = {
-            name: list(revert_weight_conversion(model, {name: state[name]})) for name in state if name not in saved
-        }
-        return cls(model, {n: tuple(t.shape) for n, t in saved.items()}, dict(model.all_tied_weights_keys), fused)
-
-    def in_parts(self, tensors: dict[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-        """The tensors with the parts in place of those that are fused, and the fused tensor of each part."""
-        whole, parts = dict(tensors), {}
-        for name in [name for name in tensors if name in self.fused]:
-            stored, shape = whole.pop(name), tuple(self.model.get_parameter_or_buffer(name).shape)
+            self._model = AutoModelForCausalLM.from_config(config)
+        state = self._model.state_dict()
+        saved = revert_weight_conversion(self._model, state)
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
+        self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
+        """The source of each tied tensor."""
+        self.tensors: dict[str, StoredTensor] = read_headers(folder)
+        self._fused: dict[str, str] = {}
+        """The tensor of the file that each part is in."""
+        for name in sorted(self.tensors.keys() & (state.keys() - saved.keys())):
+            stored, shape = self.tensors.pop(name), tuple(state[name].shape)
             if stored.shape != shape:
                 raise UserError(_wrong_shape(name, stored, shape))
-            for part in self.fused[name]:
-                if part in tensors:
-                    raise UserError(f"{tensors[part].file}: {part} is in {name}, too; remove one of the two")
-                whole[part], parts[part] = replace(stored, shape=self.shapes[part]), name
-        return whole, parts
+            for part in revert_weight_conversion(self._model, {name: state[name]}):
+                if part in self.tensors:
+                    raise UserError(f"{self.tensors[part].file}: {part} is in {name}, too; remove one of the two")
+                self.tensors[part], self._fused[part] = replace(stored, shape=self.shapes[part]), name
+        self._key_to_filename_map_cache = {name: tensor.file.name for name, tensor in self.tensors.items()}
+        self.not_finite: set[str] = set()
+        self.last_split: tuple[str, dict[str, Tensor]] = ("", {})
+        """The fused tensor that was read last, and its parts."""
+
+    def load_tensors(self, keys_to_load: list[str]) -> dict[str, Tensor]:
+        loaded = super().load_tensors([key for key in keys_to_load if key not in self._fused])
+        for part in (key for key in keys_to_load if key in self._fused):
+            if self.last_split[0] != (name := self._fused[part]):
+                with safe_open(self.tensors[part].file, framework="pt") as file:
+                    self.last_split = name, revert_weight_conversion(self._model, {name: file.get_tensor(name)})
+            loaded[part] = self.last_split[1][part]
+        for name, tensor in loaded.items():
+            # The fastest pass over a tensor: both are NaN where one number is.
+            if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
+                self.not_finite.add(name)
+        return loaded
 
 
-def _wrong_shape(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> str:
-    found, needed = list(stored.shape), list(shape)
-    return f"{stored.file}: {name} has the shape {found}; the model of config.json needs {needed}"
-
-
-def check_weights(folder: Path, config: PretrainedConfig, mappings) -> None:
-    """Raises UserError for tensors of the folder's files that are missing, surplus, quantised or of another shape.
+def check_weights(folder: Path, config: PretrainedConfig, mappings) -> CheckedSource:
+    """The folder's weights. Raises UserError for tensors that are missing, surplus, quantised or of another shape.
 
     config: the folder's, as transformers reads it. mappings: Bridge's registry of the tensors that it converts.
     """
-    expected = Expected.of(config)
-    tensors, _ = expected.in_parts(read_headers(folder))
-    shapes, tied = expected.shapes, expected.tied
+    checked = CheckedSource(folder, config)
+    tensors, shapes, tied = checked.tensors, checked.shapes, checked.tied
     quantised = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS]
     if quantised:
         dtype = tensors[quantised[0]].dtype
@@ -108,42 +111,7 @@ def check_weights(folder: Path, config: PretrainedConfig, mappings) -> None:
                     f"{tensors[copy].file}: {copy} differs from {source}, with which config.json ties it "
                     "(tie_word_embeddings); correct the one that is wrong"
                 )
-
-
-def _named(names: list[str], tensors: Mapping[str, StoredTensor]) -> str:
-    return f"{tensors[names[0]].file}: {_listed(names)} {'is' if len(names) == 1 else 'are'}"
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
-
-
-class CheckedSource(SafeTensorsStateSource):
-    """Bridge's source of a folder's tensors, from the files that transformers reads: left to itself, Bridge prefers an
-    index to model.safetensors and, without one, reads every file."""
-
-    def __init__(self, folder: Path, config: PretrainedConfig) -> None:
-        super().__init__(folder)
-        self.expected = Expected.of(config)
-        self.tensors, self.parts = self.expected.in_parts(read_headers(folder))
-        self._key_to_filename_map_cache = {name: tensor.file.name for name, tensor in self.tensors.items()}
-        self.not_finite: set[str] = set()
-        self.last_split: tuple[str, dict[str, Tensor]] = ("", {})
-        """The fused tensor that was read last, and its parts."""
-
-    def load_tensors(self, keys_to_load: list[str]) -> dict[str, Tensor]:
-        loaded = super().load_tensors([key for key in keys_to_load if key not in self.parts])
-        for part in (key for key in keys_to_load if key in self.parts):
-            if self.last_split[0] != (name := self.parts[part]):
-                with safe_open(self.tensors[part].file, framework="pt") as file:
-                    self.last_split = name, revert_weight_conversion(self.expected.model, {name: file.get_tensor(name)})
-            loaded[part] = self.last_split[1][part]
-        for name, tensor in loaded.items():
-            # The fastest pass over a tensor: both are NaN where one number is.
-            if tensor.numel() and not all(bound.isfinite() for bound in torch.aminmax(tensor)):
-                self.not_finite.add(name)
-        return loaded
+    return checked
 
 
 def check_mapped(source: CheckedSource, bridge, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -173,3 +141,17 @@ def check_finite(source: CheckedSource) -> None:
     torch.distributed.all_gather_object(ranks, source.not_finite)
     if names := sorted(set().union(*ranks)):
         raise UserError(f"{_named(names, source.tensors)} not finite (NaN or infinite); the model is damaged")
+
+
+def _wrong_shape(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> str:
+    found, needed = list(stored.shape), list(shape)
+    return f"{stored.file}: {name} has the shape {found}; the model of config.json needs {needed}"
+
+
+def _named(names: list[str], tensors: Mapping[str, StoredTensor]) -> str:
+    return f"{tensors[names[0]].file}: {_listed(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
