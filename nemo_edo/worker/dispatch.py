@@ -125,22 +125,35 @@ class Workers:
             packed = pack((self._calls, work, (*arguments[others[0].rank], *given)))
             for other in others:
                 self._send(other, packed)
+        if (failure := self._failure()) is not None:
+            raise WorkerFailed(failure)
         self._in_call = self._is_local_busy = True
+        value, error = None, None
         try:
-            self._raise_failure()
             value = work(self.local, *arguments[0], *given, *(() if own is None else (own,)))
-        except Exception as error:
+        except Exception as caught:  # another rank's failure may explain it; where all raise the same, the run goes on
+            error = caught
+        finally:
             self._is_local_busy = False
-            self._after_error(error)
-            self._in_call = False
-            raise
-        self._is_local_busy = False
-        answers = self._answers()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure() is not None or all(other.answers for other in self._others),
+                None if error is None else GRACE_S,
+            )
+            failure, answers = self._failure(), [other.answers for other in self._others]
+            for other in self._others:
+                other.answers = []
         self._in_call = False
-        for other, answer in zip(self._others, answers, strict=True):
+        if failure is None and error is not None and self._others and _another_is_gone(str(error)):
+            failure = f"rank 0 has lost another one in {self._name}: {str(error).partition(chr(10))[0]}"
+        if failure is not None:
+            raise WorkerFailed(failure) from error
+        if error is not None:
+            raise error
+        for other, (answer,) in zip(self._others, answers, strict=True):
             if answer.error is not None:  # one that every rank was to raise
                 raise UserError(f"{other}: {answer.error}")
-        return [value, *(answer.value for answer in answers)]
+        return [value, *(answer.value for (answer,) in answers)]
 
     def waited_for(self) -> str:
         """The ranks that have not answered the last call, in words; empty: none."""
@@ -161,35 +174,6 @@ class Workers:
 
     # --- answers --------------------------------------------------------------------------------------------------
 
-    def _answers(self) -> list[Answer]:
-        """The other ranks' answers, once all are there."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failure() is not None or all(other.answers for other in self._others))
-            self._raise_failure()
-            return [other.answers.pop(0) for other in self._others]
-
-    def _raise_failure(self) -> None:
-        failure = self._failure()
-        if failure is not None:
-            raise WorkerFailed(failure)
-
-    def _after_error(self, error: Exception) -> None:
-        """Another rank's failure, where there is one, explains an error of rank 0. Where all raise the same, their
-        answers are collected: the controller may go on."""
-        if isinstance(error, WorkerFailed):
-            return
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._failure() is not None or all(other.answers for other in self._others), GRACE_S
-            )
-            failure = self._failure()
-            for other in self._others:
-                other.answers.clear()
-        if failure is None and self._others and any(words in str(error) for words in ANOTHER_IS_GONE):
-            failure = f"rank 0 has lost another one in {self._name}: {str(error).partition(chr(10))[0]}"
-        if failure is not None:
-            raise WorkerFailed(failure) from error
-
     def _failure(self) -> str | None:
         """What no rank can go on after. Of several, the one that the others follow from."""
         answers = [(other, other.answers[0]) for other in self._others if other.answers]
@@ -200,7 +184,7 @@ class Workers:
         for other, answer in wrong:
             return f"{other} answered call {answer.call}, not {self._calls} ({self._name})"
         failed = [(other, answer) for other, answer in answers if answer.error is not None and not answer.is_shared]
-        first = [one for one in failed if not any(words in one[1].error for words in ANOTHER_IS_GONE)]
+        first = [one for one in failed if not _another_is_gone(one[1].error)]
         for other, answer in first or (failed if len(answers) == len(self._others) else ()):
             return f"{other} failed in {self._name}: {answer.error}\n{answer.trace}".rstrip()
         return None
@@ -245,6 +229,10 @@ class Workers:
                 other.connection.send_bytes(packed)
             except OSError:  # its end is found where its answer is read
                 other.lost = True
+
+
+def _another_is_gone(error: str) -> bool:
+    return any(words in error for words in ANOTHER_IS_GONE)
 
 
 # --- tensors in messages ------------------------------------------------------------------------------------------
