@@ -110,12 +110,6 @@ def test_a_reference_that_has_moved_is_that_of_one_process(split, single, kind):
     torch.testing.assert_close(split.results[key], single[key], rtol=0, atol=5e-5)
 
 
-def test_rollouts_are_those_of_one_process_token_by_token_and_one_request_alone_has_the_same(split, single):
-    assert split.results["responses"] == single["responses"]
-    torch.testing.assert_close(split.results["response logprobs"], single["response logprobs"], rtol=0, atol=1e-4)
-    assert split.results["response alone"] == single["response alone"] == single["responses"][0]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transformers_gives_an_exported_policy_with_adapters_the_log_probabilities_it_had(run_layout, layout):
     run = run_layout(layout)

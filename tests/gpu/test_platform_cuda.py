@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import tiny_models as tiny
-from helpers.platform_cases import state_of_torch
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.megatron import platform
@@ -27,6 +26,13 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def policy(folder):
     return tiny.build_policy(folder, ParallelismConfig(use_distributed_optimizer=True), dtype="bf16")
+
+
+def state_of_torch() -> dict[str, int]:
+    """What the adaptations to a CPU would change, by identity."""
+    named = {f"cuda.{name}": value for name, value in vars(torch.cuda).items() if callable(value)}
+    named |= {name: getattr(torch, name) for name in ("empty", "tensor", "zeros")}
+    return {name: id(value) for name, value in {**named, "to": torch.Tensor.cuda, "type": torch.Tensor.type}.items()}
 
 
 def test_enter_returns_the_ranks_gpu_and_changes_nothing(monkeypatch):

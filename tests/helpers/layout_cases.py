@@ -5,7 +5,6 @@ Writing a checkpoint starts a process that imports the main module's imports: wh
 
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 from helpers import tiny_models
@@ -14,8 +13,6 @@ from helpers.training_settings import ED_GRPO, IDPO, LORA, OPTIMIZER, SFT, TEMPE
 from helpers.training_settings import random_pairs as pairs
 
 from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.parallel import free_memory
-from nemo_edo.types import GenerationRequest, SamplingParams
 
 # Micro-batches of two or four rows, and of other widths: room for two rows of 12 tokens, or four short ones.
 ED_IDPO = replace(IDPO, alpha=None, exploration_coefficient=0.2, micro_batch_tokens=32, reference="ema")
@@ -84,27 +81,6 @@ def explore(model, batches) -> list[dict[str, float]]:
     return metrics
 
 
-def requests() -> list[GenerationRequest]:
-    prompts = [(20, 21, 22), (30,), (20, 21, 40, 41, 42), (50, 51), (60, 61, 62, 63)]
-    return [GenerationRequest(f"p{i}", s, prompt, 10 * i + s) for i, prompt in enumerate(prompts) for s in range(3)]
-
-
-def sampled(policy) -> dict:
-    """In batches of a few rows, on which ranks with different memory agree."""
-    engine = tiny_models.build_engine(policy, stop_ids=range(1, 12), max_batch_size="auto")
-    free = 200_000 * (1 + torch.distributed.get_rank())
-    with mock.patch.object(free_memory, "available_bytes", lambda: free):
-        return _sampled(engine)
-
-
-def _sampled(engine) -> dict:
-    rollouts = engine.generate(requests(), SamplingParams(TEMPERATURE, 0.9, 8))
-    (alone,) = engine.generate(requests()[:1], SamplingParams(TEMPERATURE, 0.9, 8))
-    return {"responses": [tuple(rollout.response_ids) for rollout in rollouts],
-            "response alone": tuple(alone.response_ids),
-            "response logprobs": torch.tensor([lp for r in rollouts for lp in r.response_logprobs])}
-
-
 def reloaded_resumes(models: Path, folder: Path, parallelism: ParallelismConfig, lora: LoRAConfig | None) -> bool:
     """Whether a bf16 policy with other weights resumes from a checkpoint as the saved one continues, bit for bit."""
     from nemo_edo.megatron import checkpoint
@@ -140,10 +116,8 @@ def run(models: Path, out: Path, sizes: dict, foreign: Path | None) -> dict:
 
     parallelism = ParallelismConfig(**sizes)
     policy = tiny_models.build_policy(models / "plain", parallelism)
-    results = sampled(policy)
-    results["logprobs of one row"] = tiny_models.logprobs(
-        policy, rows(0).rows(slice(1)), micro_batching=MicroBatching(2), temperature=TEMPERATURE
-    )
+    one_row = {"micro_batching": MicroBatching(2), "temperature": TEMPERATURE}
+    results = {"logprobs of one row": tiny_models.logprobs(policy, rows(0).rows(slice(1)), **one_row)}
     for name, model, lora in (("full", "plain", None), ("lora", "tied", LORA)):
         found = algorithms(models / model, parallelism, lora, out / name)
         results |= {f"{name} {key}": value for key, value in found.items()}
