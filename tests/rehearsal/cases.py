@@ -269,29 +269,3 @@ def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[s
             allowed = False
         found["ours"][f"{name} {capability} {cuda}"] = allowed
     return found
-
-
-def linked(folder: Path) -> dict:
-    """Where the tensors are that a refit hands to NCCL, and their names."""
-    from nemo_edo.megatron.hf_export import streamed
-    from nemo_edo.refit.libnccl import Communicator
-
-    sent = []
-
-    class Watched(Communicator):
-        def _call(self, name, check, *arguments, waits) -> None:
-            pass
-
-        def _collective(self, name, tensor, operand, check) -> None:
-            kept = tensor.cpu() if name == "ncclBroadcast" else None
-            sent.append((str(tensor.device), tensor.is_contiguous(), kept))
-
-    policy = build(folder, TRAINING["sft"]).policy
-    link = Watched(None, 1.0, torch.device("cuda", 0), unique_id=bytes(128))
-    link.join(0, 2, lambda: None)
-    names = []
-    for name, tensor in streamed(policy.built):
-        names.append(name)
-        link.broadcast(tensor, lambda: None)
-    link.broadcast(torch.arange(6.0).view(2, 3).t(), lambda: None)  # as Bridge gives weights that it has moved
-    return {"sent": sent, "names": names}

@@ -195,22 +195,3 @@ def test_contents_change_places_to_the_last_bit():
     exchange_contents(one, other)
     assert torch.equal(one, kept[1]) and torch.equal(other, kept[0])
     assert (one.data_ptr(), other.data_ptr()) == addresses
-
-
-@pytest.mark.parametrize("name", ["policy", "half"])
-def test_weights_in_the_middle_of_training_change_no_step(request, tiny, name):
-    policy = request.getfixturevalue(name)
-    start, batch = policy.snapshot(), tiny.random_batch(rows=2)
-    frozen = [torch.zeros_like(weight) for weight in start]
-
-    def train(swap: bool):
-        policy.load(start)
-        policy.reset_optimizer(OptimizerConfig(lr=MAX), STEPS)
-        for _ in range(2):
-            if swap:
-                with policy.weights(frozen):
-                    tiny.logprobs(policy, batch, micro_batching=MicroBatching(2), temperature=1.0)
-            step(policy, batch)
-        return policy.snapshot()
-
-    assert all(map(torch.equal, train(swap=False), train(swap=True)))
