@@ -57,7 +57,8 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
         # The environment variables that choose among Transformer Engine's kernels would be another model's, too.
         provider.attention_backend = AttnBackend.auto
     if device.type == "cpu":
-        without_cuda.configure(provider)
+        for name, value in without_cuda.CONFIG.items():
+            setattr(provider, name, value)
     elif not HAVE_TE:
         try:
             import transformer_engine.pytorch  # noqa: F401

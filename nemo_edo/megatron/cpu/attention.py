@@ -127,17 +127,6 @@ class SDPAttention(MegatronModule):
         return context.to(dtype)
 
 
-Turns = tuple[Tensor, Tensor]
-"""Cosines and sines [s, 1, 1, d / 2] of the angles of positions."""
-
-
-def turns(angles: Tensor, scale: float, dtype: torch.dtype) -> Turns:
-    """Of angles [s, 1, 1, d], twice the same d / 2 of them, as Megatron's RotaryEmbedding gives them. scale: of what
-    they rotate (YaRN's concentration)."""
-    half = angles[..., : angles.shape[-1] // 2]
-    return (torch.cos(half) * scale).to(dtype), (torch.sin(half) * scale).to(dtype)
-
-
 def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[s, b, n, d] vectors rotated to their positions (Su et al. 2021, "RoFormer"): halves (a, b) of the last dimension
     become (a cos - b sin, b cos + a sin)."""
@@ -195,15 +184,18 @@ class RotatingSelfAttention(SelfAttention):
         widens = cache.dtype.itemsize < 4 and not cache.is_cuda and isinstance(self.core_attention, SDPAttention)
         return cache.float() if widens else cache
 
-    def _turns(self, vectors: Tensor) -> Turns:
-        """The cosines and sines for vectors [s, ...] that follow the cached ones, or at a pack's positions."""
-        packed = self._positions is not None
+    def _turns(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [s, 1 or rows, 1, d / 2] for vectors [s, ...] that follow the cached ones, or at a pack's
+        positions. Megatron's RotaryEmbedding gives the same d / 2 angles twice."""
         if self._of_rows is not None:  # [rows, s] positions: [s, rows, 1, d] angles
             angles = self._angles[self._of_rows.T].squeeze(2)
-            return turns(angles, self._yarn_concentration_factor, vectors.dtype)
-        angles = self._angles if packed else self._angles[self._start : self._start + vectors.shape[0]]
-        found = turns(angles, self._yarn_concentration_factor, vectors.dtype)
-        return tuple(part[self._positions] for part in found) if packed else found
+        elif self._positions is not None:
+            angles = self._angles
+        else:
+            angles = self._angles[self._start : self._start + vectors.shape[0]]
+        half, scale = angles[..., : angles.shape[-1] // 2], self._yarn_concentration_factor
+        cos, sin = (torch.cos(half) * scale).to(vectors.dtype), (torch.sin(half) * scale).to(vectors.dtype)
+        return (cos, sin) if self._positions is None else (cos[self._positions], sin[self._positions])
 
 
 def rotates(config: TransformerConfig) -> bool:

@@ -13,7 +13,6 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -30,12 +29,6 @@ CONFIG = {
     "deallocate_pipeline_outputs": False,  # gloo may still be sending them
 }
 """Fields of a model's TransformerConfig that choose kernels which exist for CUDA only."""
-
-
-def configure(config: Any) -> None:
-    """Chooses, in Megatron's config of a model, torch's operations in place of CUDA's fused kernels."""
-    for name, value in CONFIG.items():
-        setattr(config, name, value)
 
 
 def adapt() -> None:
