@@ -110,14 +110,13 @@ def build_model(
     precision: PrecisionConfig,
     device: torch.device,
     *,
-    train: bool = True,
     lora: LoRAConfig | None = None,
     seed: int = 0,
     attention: str = ModelConfig.attention,
 ) -> BuiltModel:
-    """The model of a Hugging Face folder with its weights, split as Megatron's process groups say.
+    """The model of a Hugging Face folder with its weights, split as Megatron's process groups say, and wrapped in
+    Megatron's DistributedDataParallel, as its optimizer needs.
 
-    train: wrap it in Megatron's DistributedDataParallel, as its optimizer needs.
     lora: where its rank is not 0, weights are frozen and adapters are trained. seed: of their initial weights.
     attention: as in ``ModelConfig``.
     """
@@ -153,14 +152,13 @@ def build_model(
                 reuse_grad_buf_for_mxfp8_param_ag=shares_mxfp8_buffer(precision),
                 check_for_nan_in_grad=False,  # its check reads a CUDA flag; policy.py checks loss and norm instead
             ),
-            wrap_with_ddp=train,
             bf16=precision.dtype == "bf16",
             use_cpu_initialization=device.type == "cpu",
             data_parallel_random_init=False,
         )
     logger.debug("Megatron-Bridge: %s", said.getvalue())
     check_finite(source)
-    if train and parallelism.overlap_grad_reduce:
+    if parallelism.overlap_grad_reduce:
         # Schedules hold back the overlapped reduction until the last micro-batch; steps may differ in their number.
         held_back = [chunk.no_sync for chunk in chunks]
         get_model_config(chunks[0]).no_sync_func = held_back if len(chunks) > 1 else held_back[0]

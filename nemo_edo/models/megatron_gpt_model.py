@@ -19,7 +19,6 @@ from torch import Tensor
 from nemo_edo.config import (
     LoRAConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelismConfig,
     PrecisionConfig,
     SFTConfig,
@@ -136,9 +135,9 @@ class MegatronGPTModel(ModelPT):
 
     # --- training --------------------------------------------------------------------------------------------------
 
-    def start_training(self, total_steps: int, optimizer: OptimizerConfig | None = None) -> None:
-        """A fresh Megatron optimizer and a schedule over ``total_steps`` (default: ``cfg.training.optimizer``)."""
-        self.policy.reset_optimizer(optimizer or self.settings.optimizer, total_steps)
+    def start_training(self, total_steps: int) -> None:
+        """A fresh Megatron optimizer, ``cfg.training.optimizer``'s, and a schedule over ``total_steps``."""
+        self.policy.reset_optimizer(self.settings.optimizer, total_steps)
 
     def prepare_for_training_step(self) -> None:
         self.model.train()
