@@ -67,8 +67,7 @@ _VERDICT = re.compile(r"(?P<verdict>yes|no|true|false)(?:, [^0-9]*)?")
 class Text:
     words: str
     """In lower case, without article; of a choice, its letter."""
-    kind: str = "words"
-    """words, choice, or base: digits in another base than ten."""
+    is_choice: bool = False
     rest: str = ""
     """What follows the letter of a choice."""
 
@@ -94,6 +93,8 @@ class Number:
     """The unit's, in the first unit of its dimension."""
     percent: str = ""
     """%, or percent in words, which never means the number itself."""
+    digits: str = ""
+    """Its digits in another base than ten, if it has them."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def _text(text: str, letters: bool) -> Value | None:
     choice = _CHOICE.fullmatch(said)
     if choice is not None and not _NOT_A_CHOICE.search(choice["rest"]):
         rest = " ".join(choice["rest"].strip(" .:)").split())
-        return Text((choice["closed"] or choice["letter"]).upper(), "choice", rest)
+        return Text((choice["closed"] or choice["letter"]).upper(), True, rest)
     words = " ".join(re.sub(r"^(?:an?|the) (?=\w\w)", "", said.casefold()).split())
     for pattern, meaning in _MEANINGS:
         if pattern.fullmatch(words):
@@ -412,7 +413,7 @@ def _in_base(text: str, letters: bool) -> Value | None:
         number = int(digits, base)
     except ValueError:
         return _NOTHING
-    return Number(str(number), sympy.Integer(number)) if base == 10 else Text(f"{digits}_{base}", "base")
+    return Number(str(number), sympy.Integer(number), digits="" if base == 10 else digits)
 
 
 def _percent(text: str, letters: bool) -> Value | None:

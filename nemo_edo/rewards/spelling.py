@@ -22,10 +22,6 @@ _REPEATING = re.compile(
 _FRACTION = r"\\[dt]?frac(?:\{[^{}]*\}\{[^{}]*\}|\s*\d\d)"
 
 
-def _joined(digits: re.Match[str]) -> str:
-    return re.sub(r"\D", "", digits[0])
-
-
 def _decimal_comma(number: re.Match[str]) -> str:
     whole, decimals = number["whole"] or number["grouped"], number["cents"] or number["decimals"]
     return f"{whole.replace('.', '')}.{decimals}"
@@ -49,7 +45,8 @@ _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
     (r"^(?:=|(?:[a-zA-Z]\s*)?(?:\\approx(?![a-zA-Z])|≈))\s*", ""),
     (r"\\degree(?![a-zA-Z])|\^\s*\{\s*\\circ\s*\}", r"^\\circ"),
     (r"(?<=\d)[个個人天岁名次米]$", ""),
-    (r"^\d{1,3}(?:'\d{3})+(?=\D|$)|^\d{1,3}(?:\.\d{3}){2,}(?=,\d+$|$)|^\d{1,3}(?:_\d{3}){2,}$", _joined),
+    (r"^\d{1,3}(?:'\d{3})+(?=\D|$)|^\d{1,3}(?:\.\d{3}){2,}(?=,\d+$|$)|^\d{1,3}(?:_\d{3}){2,}$",
+     lambda digits: re.sub(r"\D", "", digits[0])),
     (r"^(?P<whole>\d{1,3}(?:\.\d{3})*),(?P<cents>\d\d)(?=\s*[€£])|"
      r"^(?P<grouped>\d{1,3}(?:\.\d{3})+),(?P<decimals>\d+)$", _decimal_comma),
     (r"(?i)^\\text\{\s*the (?:final )?answer is:?\s*\}\s*|^the (?:final )?answer is:?\s+", ""),
@@ -73,7 +70,12 @@ _NUMBER_WITH_UNIT = re.compile(r"(?P<number>(?:^|(?<=[-+=\s/]))[\d,.]*\d)(?P<uni
 
 def respelled(answer: str) -> str:
     """An answer, cleaned, in spellings that the parser reads as they are meant."""
-    text = answer if answer.isascii() else _SUPERSCRIPT.sub(_power, "".join(map(_ascii, answer)))
+    text = answer
+    if not answer.isascii():
+        text = _SUPERSCRIPT.sub(
+            lambda power: "^{" + "".join(str(unicodedata.digit(digit)) for digit in power[0]) + "}",
+            "".join(map(_ascii, answer)),
+        )
     text = _REPEATING.sub(_fraction, clean_answer(text))
     for pattern, by in _REWRITTEN:
         text = pattern.sub(by, text)
@@ -93,10 +95,6 @@ def _ascii(character: str) -> str:
     if form in ("<wide>", "<small>"):
         return spelled
     return f"_{spelled}" if form == "<sub>" else character
-
-
-def _power(exponent: re.Match[str]) -> str:
-    return "^{" + "".join(str(unicodedata.digit(digit)) for digit in exponent[0]) + "}"
 
 
 def _fraction(number: re.Match[str]) -> str:

@@ -155,10 +155,3 @@ def test_packs_that_share_hold_every_row_once_within_their_tokens_and_their_copi
 def test_rows_of_a_prompt_come_together_unless_ranks_need_them(groups, ranks: int, expected):
     plans = plan_micro_batches([5] * 4, ranks=ranks, rows=1, tokens=100, packing=True, prompts=Prompts([3] * 4, groups))
     assert plans == expected
-
-
-def test_a_long_prompt_is_stored_again_before_its_copies_take_too_much_room():
-    """Twelve rows of 11 tokens, of which 10 are shared: 22 tokens, but 132 of them in attention."""
-    prompts = Prompts([10] * 12, [0] * 12)
-    plan = plan_micro_batches([11] * 12, ranks=1, rows=1, tokens=22, packing=True, prompts=prompts)
-    assert sorted(len(pack) for pack in plan[0]) == [4, 8]
