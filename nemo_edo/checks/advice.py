@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from nemo_edo.checks.estimates import Memory
-from nemo_edo.checks.workload import counted_rows, fullest, is_possible, micro_batch_tokens, trainings
+from nemo_edo.checks.memory import Memory, counted_rows, fullest, is_possible, micro_batch_tokens, trainings
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig, SFTConfig
 from nemo_edo.config.model_shape import ModelShape
 

@@ -1,15 +1,14 @@
-"""All checks, in their order: a failure explains those below it. A new check is a function and an entry here."""
+"""The checks of a machine, in their order: a failure explains those below it. A new one is a function and an entry
+here; those of a config are in ``checks.doctor``."""
 
 from __future__ import annotations
 
-from nemo_edo.checks import config_checks, machine_checks, numbers
-from nemo_edo.checks.findings import Check, RunsIn
-from nemo_edo.checks.machine_checks import several
+from nemo_edo.checks import machine_checks, numbers
+from nemo_edo.checks.machine import DOCTOR, NODES, SELFTEST, Check
+from nemo_edo.checks.machine_checks import server_run, several
 from nemo_edo.checks.numbers import FASTEST, MIXTURE, PACKED, SameNumbers, a_gpu, a_spare_gpu, te_on
-from nemo_edo.checks.server_check import ServerRun
 
-DOCTOR, CONFIG, SELFTEST, NODES = RunsIn
-RANKS = {"runs_in": SELFTEST | NODES, "needs": several, "every_rank": True}
+RANKS = {"runs_in": (SELFTEST, NODES), "needs": several, "every_rank": True}
 HOPPER, BLACKWELL = te_on(9.0), te_on(10.0)
 EAGER = "generation.servers.arguments=[--enforce-eager]"
 """The first server has captured graphs: that takes most of its start."""
@@ -28,24 +27,13 @@ SPLIT = {
 TRAINING = {"every_rank": True, "remedy": "see the splits above"}
 
 CHECKS = [
-    Check("machine", "versions", machine_checks.versions, DOCTOR),
-    Check("machine", "packages", machine_checks.packages, DOCTOR | SELFTEST),
-    Check("machine", "GPU", machine_checks.driver, DOCTOR),
-    Check("machine", "memory", machine_checks.memory, DOCTOR),
-    Check("config", "to be given", config_checks.to_be_given, CONFIG),
-    Check("config", "model", config_checks.model, CONFIG),
-    Check("config", "sequences", config_checks.sequences, CONFIG),
-    Check("config", "generation", config_checks.generation, CONFIG),
-    Check("config", "fullest in", config_checks.needs, CONFIG),
-    Check("config", "fits", config_checks.fits, CONFIG),
-    Check("config", "time", config_checks.time, CONFIG),
-    Check("config", "servers", config_checks.servers, CONFIG),
-    Check("config", "numbers", config_checks.as_transformers, CONFIG),
-    Check("config", "end tokens", config_checks.end_tokens, CONFIG),
-    Check("config", "disk", config_checks.disk, CONFIG),
+    Check("machine", "versions", machine_checks.versions, (DOCTOR,)),
+    Check("machine", "packages", machine_checks.packages, (DOCTOR, SELFTEST)),
+    Check("machine", "GPU", machine_checks.driver, (DOCTOR,)),
+    Check("machine", "memory", machine_checks.memory, (DOCTOR,)),
     Check("machine", "same on all ranks", machine_checks.same_on_all_ranks, **RANKS,
           remedy="start every rank in the same image or environment, on nodes of the same kind"),
-    Check("machine", "GPUs", machine_checks.gpus, SELFTEST | NODES, every_rank=True,
+    Check("machine", "GPUs", machine_checks.gpus, (SELFTEST, NODES), every_rank=True,
           remedy="install a torch that is built for CUDA and for this driver, and see to CUDA_VISIBLE_DEVICES"),
     Check("machine", "Transformer Engine", machine_checks.transformer_engine,
           remedy="pip install 'transformer-engine[pytorch]' as the Dockerfile does; without it there is no FP8, no "
@@ -55,7 +43,7 @@ CHECKS = [
     Check("machine", "connections", machine_checks.connections, **RANKS, remedy="open all ports between the nodes"),
     Check("machine", "clocks", machine_checks.clocks, **RANKS,
           remedy="synchronise them (NTP): the times of files and log lines mislead"),
-    Check("machine", "shared folder", machine_checks.shared_folder, SELFTEST | NODES, every_rank=True,
+    Check("machine", "shared folder", machine_checks.shared_folder, (SELFTEST, NODES), every_rank=True,
           remedy="name a folder that every node can write to: --folder"),
     Check("machine", "all-reduce", machine_checks.all_reduce, **RANKS,
           remedy="run with NCCL_DEBUG=INFO (GPUs) and see which interface is taken; NCCL_SOCKET_IFNAME, "
@@ -96,7 +84,9 @@ CHECKS = [
           remedy="see that every node can write to and read the folder (--folder), and that it is not full"),
     Check("training", "speed", numbers.speed,
           remedy="the other checks say what does not work; without any, memory may be short"),
-    Check("server", "vLLM, refit by disk", ServerRun(), every_rank=True),
-    Check("server", "vLLM, refit by NCCL", ServerRun(TO_NCCL), needs=a_spare_gpu, every_rank=True),
-    Check("server", "vLLM, asleep during training", ServerRun(ASLEEP), needs=a_gpu, every_rank=True),
+    Check("server", "vLLM, refit by disk", server_run, every_rank=True),
+    Check("server", "vLLM, refit by NCCL", lambda machine: server_run(machine, *TO_NCCL),
+          needs=a_spare_gpu, every_rank=True),
+    Check("server", "vLLM, asleep during training", lambda machine: server_run(machine, *ASLEEP),
+          needs=a_gpu, every_rank=True),
 ]  # fmt: skip

@@ -14,8 +14,7 @@ import nemo_edo
 
 TRAINER, BRIDGE = "trainer", "bridge"
 TRAINER_PYTHONS = ((3, 12),)
-WITHOUT_DEPENDENCIES = "megatron-bridge"
-"""Its declared dependencies need a GPU machine's compilers."""
+WITHOUT_DEPENDENCIES = "megatron-bridge"  # its declared dependencies need a GPU machine's compilers
 ABOUT = ("torch", "megatron-core", WITHOUT_DEPENDENCIES, "nemo-toolkit", "transformers")
 """Packages whose versions every report of a machine has."""
 ADAPTED = ("trl", "verl", "nemo-rl", "slime", "prime-rl")
@@ -31,8 +30,7 @@ def installed(name: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    found = {name: installed(name) or "absent" for name in ABOUT}
-    return {"python": sys.version.split()[0], **found}
+    return {"python": sys.version.split()[0], **{name: installed(name) or "absent" for name in ABOUT}}
 
 
 def requirements(distribution: str = "nemo-edo") -> list[str]:
@@ -56,6 +54,10 @@ def missing() -> dict[str, list[str]]:
     return found
 
 
+def _name(requirement: str) -> str:
+    return re.split(r"[^\w.-]", requirement)[0]
+
+
 def _lacks(needs: list[str]) -> str:
     first, *others = map(_name, needs)
     return f"{first} and {len(others)} more are missing" if others else f"{first} is missing"
@@ -68,6 +70,11 @@ def _remedy(extra: str, needs: list[str]) -> str:
     hosts = [name for name in ADAPTED if installed(name) is not None] if extra == TRAINER else []
     apart = f", in a separate environment: here it would change what {' and '.join(hosts)} needs" if hosts else ""
     return f'pip install ".[{extra}]" in a checkout{apart}'
+
+
+def _on_its_python() -> str:
+    pythons = " or ".join(".".join(map(str, python)) for python in TRAINER_PYTHONS)
+    return "" if sys.version_info[:2] in TRAINER_PYTHONS else f" on Python {pythons}"
 
 
 def what_trainer_lacks() -> str | None:
@@ -93,14 +100,3 @@ def about() -> dict[str, str]:
             found[extra] = state + (_on_its_python() if extra == TRAINER else "")
     adapted = [f"{name} {installed(name)}" for name in ADAPTED if installed(name) is not None]
     return {**found, "adapted": f"{', '.join(adapted) or 'none installed'} (of {', '.join(ADAPTED)})"}
-
-
-def _name(requirement: str) -> str:
-    return re.split(r"[^\w.-]", requirement)[0]
-
-
-def _on_its_python() -> str:
-    if sys.version_info[:2] in TRAINER_PYTHONS:
-        return ""
-    pythons = " or ".join(".".join(map(str, python)) for python in TRAINER_PYTHONS)
-    return f" on Python {pythons}"

@@ -2,36 +2,31 @@
 
 Counts of floating-point operations and of bytes are exact for dense models but for what is small (norms, softmax); what
 share of the hardware's peak they reach is an assumption, fitted to two published runs
-(``tests/unit/checks/test_time.py`` compares the estimates with these and with others; docs/models.md).
+(``tests/unit/checks/test_models_page.py`` compares the estimates with these and with others; docs/models.md).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from nemo_edo.config.model_shape import ModelShape
 
+# Assumed: share of the peak in forward and backward passes over responses of very different lengths. Pre-training on
+# full sequences reaches 0.37 of FP8's peak and about 0.45 of BF16's (Megatron-Bridge's performance summary).
 TRAINING_EFFICIENCY = 0.30
-"""Assumed: share of the peak in forward and backward passes over responses of very different lengths. Pre-training on
-full sequences reaches 0.37 of FP8's peak and about 0.45 of BF16's (Megatron-Bridge's performance summary)."""
+# Assumed: share of the memory's bandwidth that decoding with vLLM or TensorRT-LLM reaches, all overheads included.
 DECODING_BANDWIDTH = 0.45
-"""Assumed: share of the memory's bandwidth that decoding with vLLM or TensorRT-LLM reaches, all overheads included."""
-PROMPT_EFFICIENCY = 0.50
-"""Assumed: share of the peak when prompts are read."""
-CACHE_SHARE = 0.90
-"""Share of a server's memory that weights and cache may take together (vLLM's gpu_memory_utilization)."""
-STEP_OF_A_LAYER_S = 5e-4
-"""Assumed: time that Python takes, in the trainer's process, to launch a layer's kernels for one step of decoding."""
-REFIT_BANDWIDTH = 0.50
-"""Assumed: share of the links' bandwidth, with the conversion of every tensor between Megatron's layout and Hugging
-Face's."""
+PROMPT_EFFICIENCY = 0.50  # assumed: share of the peak when prompts are read
+CACHE_SHARE = 0.90  # of a server's memory, for weights and cache together (vLLM's gpu_memory_utilization)
+STEP_OF_A_LAYER_S = 5e-4  # assumed: Python's time in the trainer to launch a layer's kernels for a step of decoding
+REFIT_BANDWIDTH = 0.50  # assumed: share of the links', with the conversion between Megatron's layout and Hugging Face's
+# An H100 SXM's figures, per second, by NVIDIA's data sheet, without sparsity; the network to other nodes is that of a
+# DGX H100: one 400 Gbit/s port for each GPU.
 BF16_FLOPS, FP8_FLOPS = 989e12, 1979e12
 GPU_BYTES, GPU_BANDWIDTH = 80e9, 3.35e12
 NETWORK = 50e9
-"""An H100 SXM's figures, per second, by NVIDIA's data sheet, without sparsity; the network to other nodes is that of a
-DGX H100: one 400 Gbit/s port for each GPU."""
 
 
 @dataclass(frozen=True)
@@ -39,32 +34,21 @@ class Iteration:
     """An iteration of GRPO, and what it runs on. Lengths are in tokens."""
 
     shape: ModelShape
-    gpus: int
-    """GPUs of the trainer."""
-    server_gpus: int
-    """GPUs of the servers; the trainer's, if they take turns."""
-    server_tensor_parallel: int
-    """GPUs of a server. In process: ranks that share a layer."""
+    gpus: int  # of the trainer
+    server_gpus: int  # of the servers; the trainer's, if they take turns
+    server_tensor_parallel: int  # GPUs of a server; in process: ranks that share a layer
     samples: int
     prompt: int
-    response: int
-    """Mean length."""
-    longest: int
-    """The longest response: the batch shrinks during its generation, but each of its steps takes time."""
+    response: int  # in the mean
+    longest: int  # response: the batch shrinks during its generation, but each of its steps takes time
     epochs: int = 1
-    reference: bool = True
-    """Whether the loss has a KL to the reference."""
-    recomputation: bool = False
-    """Whether the backward pass recomputes all layers' activations."""
+    reference: bool = True  # whether the loss has a KL to the reference
+    recomputation: bool = False  # whether the backward pass recomputes all layers' activations
     fp8: bool = False
-    stages: int = 1
-    """In process, pipeline stages, which take turns in each step."""
-    rows: float = math.inf
-    """Responses that one server, or the ranks of one model, decode at a time at most."""
-    in_process: bool = False
-    """Whether the trainer's process generates: in batches, each of which ends with its longest response."""
-    overlapped: bool = False
-    """Whether the next samples are generated while these are trained on (one step off policy)."""
+    stages: int = 1  # in process, pipeline stages, which take turns in each step
+    rows: float = math.inf  # responses that one server, or the ranks of one model, decode at a time at most
+    in_process: bool = False  # the trainer generates, in batches, each of which ends with its longest response
+    overlapped: bool = False  # the next samples are generated while these are trained on (one step off policy)
 
     @property
     def peak(self) -> float:
@@ -76,13 +60,11 @@ class Times(NamedTuple):
     """Seconds of an iteration's parts."""
 
     generation: float
-    logprobs: float
-    """Log-probabilities under the old policy, and under the reference if there is one."""
+    logprobs: float  # under the old policy, and under the reference if there is one
     training: float
     refit: float
     total: float
-    tokens_per_gpu: float
-    """Trained-on tokens, prompts included, for each second of the iteration and each GPU."""
+    tokens_per_gpu: float  # trained on, prompts included, for each second of the iteration and each GPU
 
 
 def iteration_times(plan: Iteration) -> Times:
@@ -146,11 +128,6 @@ def generation_seconds(plan: Iteration) -> float:
     prompts = each * plan.prompt * forward_flops(shape, plan.prompt) / peak
     decoding = each * plan.response * forward_flops(shape, mean_length) / peak
     return prompts + max(reading / bandwidth, decoding, launching)
-
-
-def one_server(plan: Iteration, size: int) -> Iteration:
-    """The same on a single server of so many GPUs."""
-    return replace(plan, server_gpus=size, server_tensor_parallel=size)
 
 
 def refit_seconds(plan: Iteration) -> float:

@@ -1,4 +1,5 @@
-"""The machine that checks run on: the facts of every rank, how ranks meet, and how a check gets a separate process.
+"""What a check is, how it ends, and the machine that it runs on: the facts of every rank, how ranks meet, and how a
+check gets a separate process.
 
 What a check breaks (a CUDA error lasts as long as its process, a crash ends it, a rank may wait for another for ever)
 does not reach the next one. Processes are forked from one that has imported everything; with GPUs, only where a fork of
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -31,12 +32,65 @@ from nemo_edo.utils.processes import end_with
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+PASS, FAIL, IMPOSSIBLE = "pass", "fail", "not possible"
+# Who runs a check: the doctor, in seconds; the selftest, which tries things; a Slurm job, before its training.
+DOCTOR, SELFTEST, NODES = "doctor", "selftest", "nodes"
+
+
+@dataclass(frozen=True)
+class Finding:
+    status: str  # PASS, FAIL or IMPOSSIBLE (on this machine)
+    detail: str  # the measurement, the fault, or why the check is not possible; may have several lines
+    remedy: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict)  # by name, with the unit in the name
+
+
+@dataclass(frozen=True)
+class Check:
+    group: str
+    name: str
+    run: Callable[[Machine], Finding]
+    runs_in: Sequence[str] = (SELFTEST,)
+    needs: Callable[[Machine], str | None] = lambda machine: None  # why this machine cannot do it; None where it can
+    every_rank: bool = False  # whether each rank runs it; otherwise the first one does
+    remedy: str = ""  # for a failure whose finding names none
+
+
+def passed(detail: str, **figures: float) -> Finding:
+    return Finding(PASS, detail, figures=figures)
+
+
+def failed(detail: str, remedy: str = "", **figures: float) -> Finding:
+    return Finding(FAIL, detail, remedy, figures)
+
+
+def impossible(why: str) -> Finding:
+    return Finding(IMPOSSIBLE, why)
+
+
+def together(of_ranks: Mapping[int, Finding | None], named: Callable[[int], str]) -> Finding:
+    """One finding for all ranks: what failed ranks say, otherwise the first rank's. None: the rank did not answer.
+
+    named: gives a rank's name.
+    """
+    answers = {rank: finding or failed("has stopped answering") for rank, finding in of_ranks.items()}
+    faults = {rank: finding for rank, finding in answers.items() if finding.status == FAIL}
+    if not faults:
+        return answers[0]
+    first, details = next(iter(faults.values())), {fault.detail for fault in faults.values()}
+    detail = "\n".join(f"{named(rank)}: {fault.detail}" for rank, fault in faults.items())
+    if len(faults) == len(of_ranks) and len(details) == 1:  # all ranks have compared the same facts
+        detail = first.detail
+    remedy = next((fault.remedy for fault in faults.values() if fault.remedy), "")
+    return Finding(FAIL, detail, remedy, first.figures)
+
+
+# --- ranks and processes ----------------------------------------------------------------------------------------------
+
 TE = "transformer-engine"
-LIMIT_S = 90.0
-"""The longest time for the process of one check."""
+LIMIT_S = 90.0  # for the process of one check
 LEAVING_S = 10.0
-AGENT = "TORCHELASTIC_USE_AGENT_STORE"
-"""Set by torchrun where its agent serves the store at MASTER_PORT."""
+AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # set by torchrun where its agent serves the store at MASTER_PORT
 OF_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -55,26 +109,18 @@ class Gpu:
 class Machine:
     """The ranks that checks run on. ``gpus`` and ``has_te``, by which all ranks decide, are the least that one has."""
 
-    facts: list[dict[str, Any] | None]
-    """``facts_here`` of each rank; None for a rank that has not reported."""
-    folder: Path
-    """A folder for files that every node must see."""
-    scratch: Path
-    """A folder for this process alone: models, and the output of checks' processes."""
+    facts: list[dict[str, Any] | None]  # ``facts_here`` of each rank; None for a rank that has not reported
+    folder: Path  # for files that every node must see
+    scratch: Path  # for this process alone: models, and the output of checks' processes
     rank: int = 0
-    nodes: tuple[str, ...] = ()
-    """Slurm's names of the nodes, in the order of their ranks."""
+    nodes: tuple[str, ...] = ()  # Slurm's names of the nodes, in the order of their ranks
+    # Ranks meet in it, outside torch.distributed: a rank whose check has failed could not take part in a collective.
     store: TCPStore | None = None
-    """Ranks meet in it, outside torch.distributed: a rank whose check has failed could not take part in a collective.
-    None for one rank."""
-    limit_s: float = 0.0
-    """How long a rank waits for the others."""
-    silent: set[int] = field(default_factory=set)
-    """Ranks that did not answer the last question, on rank 0: it does not wait for them again."""
-    forks: bool = True
-    """Whether the processes of checks are forked."""
-    check: str = ""
-    """The name of the check that runs."""
+    limit_s: float = 0.0  # how long a rank waits for the others
+    silent: set[int] = field(default_factory=set)  # on rank 0: ranks that did not answer the last question
+    references: dict[Any, Any] = field(default_factory=dict)  # what several checks compare with, by what it is of
+    forks: bool = True  # whether the processes of checks are forked
+    check: str = ""  # the name of the check that runs
 
     @classmethod
     def of_ranks(
@@ -111,11 +157,6 @@ class Machine:
         return max(1, self.world // len(self.nodes or {facts["host"] for facts in self.facts if facts}))
 
     @property
-    def driver_error(self) -> str | None:
-        """Why the driver of this rank's node fails."""
-        return self.facts[self.rank]["driver_error"]
-
-    @property
     def gpus(self) -> list[Gpu]:
         return [Gpu(**gpu) for gpu in min((facts["gpus"] for facts in self.facts if facts), key=len)]
 
@@ -125,10 +166,9 @@ class Machine:
 
     def named(self, rank: int) -> str:
         """A rank with its node: Slurm's name for it, otherwise the host's."""
-        facts = self.facts[rank]
-        if self.nodes:
-            return f"rank {rank} (node {self.nodes[rank // self.local_size]})"
-        return f"rank {rank} (node {facts['host']})" if facts else f"rank {rank}"
+        host = facts["host"] if (facts := self.facts[rank]) else None
+        node = self.nodes[rank // self.local_size] if self.nodes else host
+        return f"rank {rank} (node {node})" if node else f"rank {rank}"
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         """The JSON value of each rank, the same on all of them; None for a rank that does not answer in time. Every
@@ -138,25 +178,22 @@ class Machine:
         key = f"checks/{self.check}/{name}"
         self.store.set(f"{key}/{self.rank}", json.dumps(value))
         if self.rank == 0:  # it alone reads them: if all did, 1,000 ranks would read a million values
-            self.store.set(key, json.dumps(self._answers(key)))
+            from torch.distributed import DistStoreError
+
+            answers, deadline = [], time.monotonic() + self.limit_s
+            for rank in range(self.world):
+                # One limit for all ranks, and none for a rank that has been silent: each exchange would spend it.
+                left = 0.0 if rank in self.silent else deadline - time.monotonic()
+                try:
+                    self.store.wait([f"{key}/{rank}"], timedelta(seconds=max(0.05, left)))
+                    answers.append(json.loads(self.store.get(f"{key}/{rank}")))
+                    self.silent.discard(rank)
+                except DistStoreError:
+                    answers.append(None)
+                    self.silent.add(rank)
+            self.store.set(key, json.dumps(answers))
         self.store.wait([key], timedelta(seconds=2 * self.limit_s))
         return json.loads(self.store.get(key))
-
-    def _answers(self, key: str) -> list[Any]:
-        from torch.distributed import DistStoreError
-
-        answers, deadline = [], time.monotonic() + self.limit_s
-        for rank in range(self.world):
-            # One limit for all ranks together, and none for a rank that has been silent: each exchange would spend it.
-            left = 0.0 if rank in self.silent else deadline - time.monotonic()
-            try:
-                self.store.wait([f"{key}/{rank}"], timedelta(seconds=max(0.05, left)))
-                answers.append(json.loads(self.store.get(f"{key}/{rank}")))
-                self.silent.discard(rank)
-            except DistStoreError:
-                answers.append(None)
-                self.silent.add(rank)
-        return answers
 
     def leave(self) -> None:
         """Keeps the first rank, which may serve the store, until the others have read from it."""
@@ -269,8 +306,8 @@ def facts_here(*, with_torch: bool) -> dict[str, Any]:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that the driver's ``nvidia-smi`` lists and CUDA_VISIBLE_DEVICES leaves to this process; none where there
-    is no driver. Raises UserError where it fails, as for a GPU that does not exist."""
+    """The GPUs that the driver's ``nvidia-smi`` lists and CUDA_VISIBLE_DEVICES leaves to this process; none without a
+    driver. Raises UserError where it fails, as for a GPU that does not exist."""
     tool, chosen = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if tool is None or chosen in ("", "-1"):
         return []

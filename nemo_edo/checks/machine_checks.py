@@ -6,7 +6,9 @@ Ranks make the later ones together. A collective that hangs does not say why, so
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shutil
 import socket
 import statistics
 import time
@@ -16,21 +18,16 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from nemo_edo.checks import installed
-from nemo_edo.checks.findings import Finding, failed, impossible, passed
-from nemo_edo.checks.machine import Machine
+from nemo_edo.checks.machine import CheckError, Finding, Machine, failed, impossible, passed
 from nemo_edo.errors import UserError
 from nemo_edo.utils import host_memory
 from nemo_edo.utils.ranks import first_that_resolves
 
-NEIGHBOURS = 4
-"""Ranks that each rank connects to: with all, 512 ranks would open 260,000 connections."""
-TOLERANCE_S = 5.0
-"""Difference between the clocks of two nodes above which the times of files and log lines mislead."""
+NEIGHBOURS = 4  # ranks that each rank connects to: with all, 512 ranks would open 260,000 connections
+TOLERANCE_S = 5.0  # between the clocks of two nodes: above it the times of files and log lines mislead
 PROBE_BYTES = 32 * 2**20
-APPEARS_S = 30.0
-"""The time that network file systems take to show a file on another node."""
-LARGE, SMALL = 256 * 2**20, 4 * 2**20
-"""Bytes of an all-reduce with GPUs and without."""
+APPEARS_S = 30.0  # the time that network file systems take to show a file on another node
+LARGE, SMALL = 256 * 2**20, 4 * 2**20  # bytes of an all-reduce with GPUs and without
 ROUNDS = 5
 
 
@@ -68,8 +65,8 @@ def packages(machine: Machine) -> Finding:
 
 def driver(machine: Machine) -> Finding:
     """The GPUs that NVIDIA's driver lists."""
-    if machine.driver_error:
-        return failed(machine.driver_error)
+    if error := machine.facts[machine.rank]["driver_error"]:
+        return failed(error)
     if not machine.gpus:
         return passed("none: models are computed on the CPU")
     lines = [f"{gpu.name}, {gpu.bytes / 1e9:.1f} GB, compute capability {gpu.capability}" for gpu in machine.gpus]
@@ -84,8 +81,8 @@ def memory(machine: Machine) -> Finding:
 
 def gpus(machine: Machine) -> Finding:
     """Torch must see the GPUs that the driver lists."""
-    if machine.driver_error:
-        return failed(machine.driver_error)
+    if error := machine.facts[machine.rank]["driver_error"]:
+        return failed(error)
     if not machine.gpus:
         return impossible("no driver of NVIDIA's (nvidia-smi): models are computed on the CPU, over gloo")
     import torch
@@ -108,7 +105,7 @@ def transformer_engine(machine: Machine) -> Finding:
 
 
 def _fused_kernels() -> dict[str, str]:
-    from nemo_edo.megatron.layer_spec import fused_kernels
+    from nemo_edo.megatron.layer_spec import fused_kernels  # an import may crash its process
 
     return fused_kernels()
 
@@ -152,11 +149,8 @@ def no_server() -> str | None:
 def same_on_all_ranks(machine: Machine) -> Finding:
     """The facts of all ranks. Where ranks differ, later checks may wait for ever."""
     reported = {rank: facts for rank, facts in enumerate(machine.facts) if facts is not None}
-    faults = [
-        f"{machine.named(rank)} has not reported: it did not start, or cannot connect to the first node"
-        for rank in range(machine.world)
-        if rank not in reported
-    ]
+    absent = "has not reported: it did not start, or cannot connect to the first node"
+    faults = [f"{machine.named(rank)} {absent}" for rank in range(machine.world) if rank not in reported]
     values = {}
     for rank, facts in reported.items():
         found = ", ".join(f"{len(facts['gpus'])} {gpu['name']}" for gpu in facts["gpus"][:1]) or "none"
@@ -164,11 +158,9 @@ def same_on_all_ranks(machine: Machine) -> Finding:
     for name in dict.fromkeys(name for of_rank in values.values() for name in of_rank):
         of_ranks = {rank: of_rank.get(name) or "absent" for rank, of_rank in values.items()}
         [(usual, _)] = Counter(of_ranks.values()).most_common(1)
-        faults += [
-            f"{machine.named(rank)} has {name} {found}, most have {usual}"
-            for rank, found in of_ranks.items()
-            if found != usual
-        ]
+        for rank, found in of_ranks.items():
+            if found != usual:
+                faults.append(f"{machine.named(rank)} has {name} {found}, most have {usual}")
     if faults:
         return failed("\n".join(faults))
     hosts = len({facts["host"] for facts in reported.values()})
@@ -189,12 +181,10 @@ def connections(machine: Machine) -> Finding:
             except (OSError, UserError) as error:
                 failures.append([other, f"port {ports[other]}: {error}"])
         unreached = machine.exchange("unreached", failures)
-    blamed = Counter(other for of_rank in unreached for other, _ in of_rank or ())
-    faults = [
-        f"{machine.named(rank)} cannot be reached by {count} others"
-        for rank, count in blamed.items()
-        if count >= min(2, machine.world - 1)
-    ]
+    faults = []
+    for rank, count in Counter(other for of_rank in unreached for other, _ in of_rank or ()).items():
+        if count >= min(2, machine.world - 1):
+            faults.append(f"{machine.named(rank)} cannot be reached by {count} others")
     for rank, of_rank in enumerate(unreached):
         if of_rank is None:
             faults.append(f"{machine.named(rank)} has stopped answering")
@@ -297,3 +287,56 @@ def seconds_of(call, device, rounds: int) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - begin) / rounds
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+SERVER_LIMIT_S = 240.0
+SMALL = [
+    "generation=vllm", "arms={grpo: {algorithm: grpo, alpha: 0}}", "data.arithmetic.train_problems=64",
+    "data.arithmetic.test_problems=8", "sft.steps=2", "sft.micro_batch_size=32", "grpo.iterations=2",
+    "grpo.problems_per_iteration=8", "grpo.minibatch_size=32", "grpo.micro_batch_size=32",
+    "sampling.samples_per_prompt=8", "evaluation.samples=2", "evaluation.rollouts=1", "evaluation.bootstrap=10",
+    "generation.servers.restarts=0",  # a run restarts a server that has died; here it is what is looked for
+]  # fmt: skip
+GAP = {"fp32": 1e-2, "bf16": 0.2}  # nats: the mean distance of the server's log-probabilities from the trainer's
+
+
+def server_run(machine: Machine, *more: str) -> Finding:
+    """A run of the built-in task in small, with a vLLM server whose weights are replaced between two iterations."""
+    from nemo_edo.generation.replica import starts_in
+
+    # The first rank starts servers; all ranks must decide alike.
+    if why := machine.exchange("no_server", no_server() if machine.rank == 0 else None)[0]:
+        return impossible(why)
+    precision = "bf16" if machine.gpus else "fp32"
+    folder = machine.folder / machine.check.replace(" ", "_").replace(",", "")
+    settings = [*SMALL, f"precision={precision}", f"output_dir={folder}", "name=run", *more]
+    if machine.rank == 0:  # an earlier selftest's; the other ranks begin after this
+        shutil.rmtree(folder, ignore_errors=True)
+    log, faults = folder / "run" / "servers" / "server_0.log", []
+    try:
+        machine.run(_train, settings, world=True, limit_s=SERVER_LIMIT_S)
+    except CheckError as error:
+        faults.append(str(error))
+    if machine.rank > 0 and not faults:
+        return passed("")
+    if log.is_file() and (starts := starts_in(log)) > 1:
+        faults.append(f"its server died and was restarted at a refit ({starts} starts)")
+    if faults:
+        return failed("; ".join(faults), f"read {log}; docs/servers.md has what a server needs")
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    gap = max(line["sampler_gap"] for line in lines if "sampler_gap" in line)
+    said = f"log-probabilities are {gap:.1e} nats from the trainer's, in 2 iterations"
+    if not gap <= GAP[precision]:  # NaN is too far
+        remedy = "the server computes with other weights, or in another precision: docs/servers.md"
+        return failed(f"{said}; expected at most {GAP[precision]:.0e}", remedy, sampler_gap=gap)
+    return passed(said, sampler_gap=gap)
+
+
+def _train(settings: list[str]) -> None:
+    from nemo_edo.checks.preflight import preflight
+    from nemo_edo.config.compose import compose_run
+    from nemo_edo.run import jobs
+
+    jobs.train(preflight(compose_run("quickstart", settings)))

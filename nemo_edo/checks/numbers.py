@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nemo_edo.checks.findings import Finding, failed, passed
 from nemo_edo.checks.iteration_time import TRAINING_EFFICIENCY, matrix_parameters
-from nemo_edo.checks.machine import Machine
+from nemo_edo.checks.machine import Finding, Machine, failed, passed
 from nemo_edo.checks.machine_checks import seconds_of
 from nemo_edo.config import PrecisionConfig
 from nemo_edo.config.model_shape import ModelShape
@@ -26,13 +25,10 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512,
          "initializer_range": 0.04, "tie_word_embeddings": False}  # fmt: skip
 """Divides over eight ranks in every direction but the layers; heads of 64, which flash attention has kernels for."""
-LLAMA, MIXTURE = "llama", "qwen3_moe"
-"""Model types, and the names of their folders."""
+LLAMA, MIXTURE = "llama", "qwen3_moe"  # model types, and the names of their folders
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
-ROWS, LENGTH, PROMPT = 16, 128, 40
-"""The size of a batch; lengths suit every split and FP8's multiples."""
-GROUP = 4
-"""Responses to a prompt."""
+ROWS, LENGTH, PROMPT = 16, 128, 40  # the size of a batch; lengths suit every split and FP8's multiples
+GROUP = 4  # responses to a prompt
 TEMPERATURE = 0.7
 EXPLORATION_WEIGHT = 0.1
 OPTIMIZER = {"lr": 1e-3, "adam_eps": 1e-3}
@@ -88,23 +84,18 @@ class Measured:
 class SameNumbers:
     """A check: a step that is computed in this way against the same step of the same model in fp32, in one process."""
 
-    precision: str = "fp32"
-    """One of PRECISIONS, or FASTEST."""
+    precision: str = "fp32"  # one of PRECISIONS, or FASTEST
+    # The dimension that ranks share: tensor, pipeline, context, expert or none. The largest power of two of the ranks
+    # share it, at_most so many, and the others are data-parallel.
     split: str = ""
-    """The dimension that ranks share: tensor, pipeline, context or expert, or none. The largest power of two of the
-    ranks share it, and the others are data-parallel."""
     at_most: int = 8
-    """Ranks that share it."""
     parallelism: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     attention: str = "auto"
     loss_head: str = "logits"
-    tile: int | None = None
-    """Columns that the fused loss kernels take at a time; None: their default, which is more than this model has."""
-    algorithm: str = "grpo"
-    """grpo or idpo."""
-    world: bool = False
-    """Whether all ranks take the step together, as they do where they share something."""
+    tile: int | None = None  # columns that the fused loss kernels take at a time; None: more than this model has
+    algorithm: str = "grpo"  # or idpo
+    world: bool = False  # whether all ranks take the step together, as they do where they share something
     model: str = LLAMA
 
     def __call__(self, machine: Machine) -> Finding:
@@ -113,7 +104,7 @@ class SameNumbers:
         if machine.rank > 0:
             return passed("")
         # Last: if rank 0 failed before it met the others, they would wait for it.
-        return compared(found, reference(machine, self.model, self.algorithm), step.bounds(machine))
+        return compared(found, reference(machine, self.model, self.algorithm), step.bounds)
 
     def on(self, machine: Machine) -> SameNumbers:
         """The same check with what the machine decides filled in."""
@@ -126,49 +117,28 @@ class SameNumbers:
         parallelism = {**({name: size} if self.split else {}), **self.parallelism}
         return replace(self, precision=precision, parallelism=parallelism, world=self.world or bool(self.split))
 
-    def bounds(self, machine: Machine) -> Bounds:
-        """The bounds of the arithmetic that the machine computes with."""
-        name = self.precision.partition(" ")[0]
-        return BOUNDS[arithmetic(machine) if name == "fp32" else name]
+    @property
+    def bounds(self) -> Bounds:
+        return BOUNDS[self.precision.partition(" ")[0]]
 
     def measured(self, machine: Machine, *, save: Path | None = None, load: Path | None = None) -> Measured:
         return machine.run(measure, machine.scratch / self.model, self, save, load, world=self.world)
 
 
-_references: dict[tuple[Path, str], Measured] = {}
-"""The reference step of each model folder and algorithm, once it is measured."""
-
-
 def reference(machine: Machine, model: str, algorithm: str) -> Measured:
-    key = (machine.scratch / model, algorithm)
-    if key not in _references:
-        _references[key] = SameNumbers(algorithm=algorithm, model=model).measured(machine)
-    return _references[key]
-
-
-def arithmetic(machine: Machine) -> str:
-    """Key of BOUNDS of what is to be fp32, by the products that this machine gives."""
-    return "tf32" if machine.gpus and max(product_errors(machine).values()) > TF32_ERROR else "fp32"
-
-
-_product_errors: dict[Path, dict[str, float]] = {}
-"""The rounding errors by machine folder, once they are measured."""
-
-
-def product_errors(machine: Machine) -> dict[str, float]:
-    """Relative errors of fp32 products with precision.tf32=false, by what computes them."""
-    if machine.scratch not in _product_errors:
-        _product_errors[machine.scratch] = machine.run(errors_of_products, PrecisionConfig())
-    return _product_errors[machine.scratch]
+    key = (model, algorithm)
+    if key not in machine.references:
+        machine.references[key] = SameNumbers(algorithm=algorithm, model=model).measured(machine)
+    return machine.references[key]
 
 
 def products(machine: Machine) -> Finding:
-    """Whether precision.tf32 decides how fp32 products are computed."""
-    errors = product_errors(machine)
+    """Whether precision.tf32 decides how fp32 products are computed; where it does not, fp32 fails below, too."""
+    errors = machine.run(errors_of_products, PrecisionConfig())
     detail = ", ".join(f"{name} {error:.0e}" for name, error in errors.items())
-    if arithmetic(machine) == "fp32":
+    if max(errors.values()) <= TF32_ERROR:
         return passed(f"relative errors: {detail}", **errors)
-    return failed(f"with precision.tf32=false relative errors are {detail}: TF32's, whose bounds apply below", **errors)
+    return failed(f"with precision.tf32=false relative errors are {detail}: TF32's", **errors)
 
 
 def compared(found: Measured, expected: Measured, bounds: Bounds) -> Finding:
@@ -197,14 +167,14 @@ def against_transformers(machine: Machine) -> Finding:
     """The reference of the other checks."""
     found = reference(machine, LLAMA, "grpo")
     expected = machine.run(of_transformers, machine.scratch / LLAMA)
-    return compared(found, replace(found, values=expected), SameNumbers().bounds(machine))
+    return compared(found, replace(found, values=expected), SameNumbers().bounds)
 
 
 def token_by_token(machine: Machine) -> Finding:
     """Tokens sampled with stored keys and values must have the log-probabilities of a pass over the sequence."""
     step = SameNumbers(FASTEST).on(machine)
     sampled, whole = machine.run(generated, machine.scratch / LLAMA, step)
-    return _logprobs_compared(f"log-probabilities of {len(sampled)} tokens", sampled, whole, step.bounds(machine))
+    return _logprobs_compared(f"log-probabilities of {len(sampled)} tokens", sampled, whole, step.bounds)
 
 
 def checkpoint_at_another_layout(machine: Machine) -> Finding:
@@ -215,7 +185,7 @@ def checkpoint_at_another_layout(machine: Machine) -> Finding:
     if machine.rank > 0:
         return passed("")
     after = SameNumbers().measured(machine, load=folder)
-    return _logprobs_compared("log-probabilities", after.values[0], before.after, SameNumbers().bounds(machine))
+    return _logprobs_compared("log-probabilities", after.values[0], before.after, SameNumbers().bounds)
 
 
 # --- what the processes of checks compute -----------------------------------------------------------------------------

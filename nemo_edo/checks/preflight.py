@@ -4,10 +4,11 @@ and Megatron are imported and a folder is made. ``parallelism=auto`` is fitted t
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from nemo_edo.checks import machine, workload
+from nemo_edo.checks import machine, memory
 from nemo_edo.config import NONE, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN
 from nemo_edo.config.model_shape import ModelShape, check_expected
@@ -30,16 +31,17 @@ def preflight(cfg: RunConfig) -> RunConfig:
     cannot be called, and where the run's folder cannot be made.
     """
     world, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
+    alone = cfg if cfg.parallelism.tensor_model_parallel_size is not None else _shared_by(cfg, 1)
     if is_main:
         check_folder(Path(cfg.output_dir) / cfg.name)
-    check_world(_alone(cfg).parallelism, world)
+    check_world(alone.parallelism, world)
     check_data_paths(cfg)
     shape = _check_model(cfg)
     if cfg.data.source is not None:  # importing a user's module takes the time that it takes
         load_source(cfg.data.source, cfg.data.source_args)
     check_settings(cfg, functions=is_main)
     if world == 1 or shape is None:
-        return _alone(cfg)
+        return alone
     # A process has a GPU, or its share of the host's memory.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = machine.gpus()
@@ -67,7 +69,7 @@ def check_settings(cfg: RunConfig, *, functions: bool = True) -> None:
 def _check_model(cfg: RunConfig) -> ModelShape | None:
     """The model's sizes; None where they are not known."""
     if cfg.model.path is None:
-        return workload.model_shape(cfg)
+        return memory.model_shape(cfg)
     folder = find_model(cfg.model.path)
     served_elsewhere = cfg.algorithm == NONE and cfg.generation.is_served and bool(cfg.generation.servers.urls)
     fields = check_files(folder, weights=not served_elsewhere)
@@ -101,14 +103,14 @@ def with_fitted_parallelism(
         if world % size == 0
         for shards in ((False, True) if size < world else (False,))
     ]
-    possible = [one for one in sizes if workload.is_possible(one, shape, world)]
+    possible = [one for one in sizes if memory.is_possible(one, shape, world)]
     if not possible:
-        workload.check_possible(sizes[0], shape, world)
+        memory.check_possible(sizes[0], shape, world)
 
     def needs(one: RunConfig) -> int:
-        ranks, known = world // one.parallelism.model_ranks, {s: workload.problems(one, s) for s in ("train", "test")}
-        one = workload.for_estimate(one, ranks, **known)
-        return workload.fullest(one, shape, world, cpu=cpu, tested=known["test"]).total
+        ranks, known = world // one.parallelism.model_ranks, {s: memory.problems(one, s) for s in ("train", "test")}
+        one = memory.for_estimate(one, ranks, **known)
+        return memory.fullest(one, shape, world, cpu=cpu, tested=known["test"]).total
 
     chosen = next((one for one in possible if needs(one) <= each), possible[-1])
     if must_fit and needs(chosen) > each:
@@ -121,11 +123,36 @@ def with_fitted_parallelism(
     return chosen
 
 
-def _alone(cfg: RunConfig) -> RunConfig:
-    return cfg if cfg.parallelism.tensor_model_parallel_size is not None else _shared_by(cfg, 1)
-
-
 def _shared_by(cfg: RunConfig, processes: int, *, shards: bool = False) -> RunConfig:
     split = {"tensor_model_parallel_size": processes, "sequence_parallel": processes > 1}
     split["use_distributed_optimizer"] = shards or cfg.parallelism.use_distributed_optimizer
     return replace(cfg, parallelism=replace(cfg.parallelism, **split))
+
+
+def require_mounted(cfg: RunConfig) -> None:
+    """Raises UserError for a path that a Slurm job is to read, and that no mount of its container has."""
+    container = cfg.cluster.container
+    if container.kind == "none":
+        return
+    inside = [mount.split(":")[1] for mount in container.mounts] + [cfg.output_dir]
+    inside += [cfg.cluster.shared_folder] if cfg.cluster.shared_folder else []
+    if container.kind == "apptainer":  # mounts these by itself; pyxis is told not to mount the home
+        inside += [str(Path.home()), tempfile.gettempdir(), str(Path.cwd())]
+    folders = [Path(folder).absolute() for folder in inside]
+    hub = cfg.model.path and not Path(cfg.model.path).is_absolute() and not Path(cfg.model.path).exists()
+    given = {
+        "model.path": None if hub else cfg.model.path,
+        "data.train": cfg.data.train,
+        "data.test": cfg.data.test,
+        "data.warmup": cfg.data.warmup if cfg.sft.steps else None,
+        "train.rollouts": cfg.train.rollouts,
+        "search.reward_model": cfg.search.reward_model,
+    }
+    for setting, path in ((name, Path(path)) for name, path in given.items() if path not in (None, NOT_GIVEN)):
+        if not path.is_absolute() and container.kind == "pyxis":
+            raise UserError(f"{setting} is {path}: a container has another working directory; give an absolute path")
+        if not any(path.absolute().is_relative_to(folder) for folder in folders):
+            raise UserError(
+                f"{setting} is {path}, which the job's container lacks (it has {', '.join(map(str, folders))}): add "
+                f"cluster.container.mounts=[{path.parent}:{path.parent}], or name a path in one of these"
+            )

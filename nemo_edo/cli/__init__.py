@@ -1,5 +1,5 @@
 """The ``nemo-edo`` command: its arguments, what each command calls, and how it ends."""
 
-from nemo_edo.cli.entry import main
+from nemo_edo.cli.commands import main
 
 __all__ = ["main"]

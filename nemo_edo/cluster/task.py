@@ -1,23 +1,58 @@
-"""What each task of a job runs: the trainer's processes on its node, one of them, or a node's servers.
+"""What each task of a job runs: the trainer's processes on its node, one of them, or a node's servers; and the end of a
+sweep.
 
     python -m nemo_edo.cluster.task MEMBER.json torchrun 8 [SERVER_NODES SECONDS]
     python -m nemo_edo.cluster.task MEMBER.json serve
+    python -m nemo_edo.cluster.task report LAUNCH SWEEP
 
 MEMBER.json has the arguments of ``nemo-edo``. The job's script sets ``MASTER_ADDR`` and ``MASTER_PORT``, Slurm the
-task's rank. With server nodes, the trainer waits up to SECONDS for their servers.
+task's rank. Each node of servers starts ``generation.servers.replicas`` of them, and writes their URLs to the attempt's
+folder once they are ready; the trainer waits up to SECONDS for those of all nodes. The job's script makes their key,
+and sets it in the environment of servers and trainers.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
-from nemo_edo.cluster.serve import overrides_of_servers, serve
+from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.utils.ranks import variables_of_torchrun
+from nemo_edo.run.control import control_folder
+from nemo_edo.utils.files import replacing
+from nemo_edo.utils.ranks import first_that_resolves, variables_of_torchrun
+
+KEY = "NEMO_EDO_SERVER_KEY"  # the environment variable with the servers' key
+POLL_EVERY_S = 0.5
+
+
+def main() -> None:
+    member, kind, *processes = sys.argv[1:]
+    if member == "report":
+        sys.exit(report(Path(kind), Path(processes[0])))
+    arguments = json.loads(Path(member).read_text(encoding="utf-8"))
+    if kind == "serve":
+        place = dict(zip(arguments[1::2], arguments[2::2], strict=True))
+        try:
+            serve(place["--config-name"], place["--config-path"])
+        except UserError as error:
+            sys.exit(f"nemo-edo: error: {error}")
+    if len(processes) > 1:
+        arguments += overrides_of_servers(int(processes[1]), float(processes[2]))
+    if kind == "torchrun":
+        command, added = torchrun(arguments, int(processes[0]), os.environ), {}
+    else:
+        command, added = [sys.executable, "-m", "nemo_edo", *arguments], variables_of_torchrun(os.environ)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.execve(command[0], command, {**os.environ, **added})
 
 
 def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str]) -> list[str]:
@@ -35,28 +70,69 @@ def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str
     ]
 
 
-def _served(config_name: str, config_dir: str) -> int:
-    try:
-        serve(config_name, config_dir)
-    except UserError as error:
-        print(f"nemo-edo: error: {error}", file=sys.stderr)
-    return 1
+def serve(config_name: str, config_dir: str) -> None:
+    """Starts this node's servers and watches them. Raises UserError once one of them has ended."""
+    import torch
+
+    from nemo_edo.generation import servers
+    from nemo_edo.run.folder import RunFolder
+    from nemo_edo.run.inputs import model_folder, seq_length, write_builtin_files
+
+    attempt, node = control_folder(), os.environ["SLURM_PROCID"]
+    cfg = compose_run(config_name, [], config_dir)
+    # The trainer is on other nodes.
+    listening = replace(cfg.generation.servers, host="0.0.0.0")
+    cfg = replace(cfg, generation=replace(cfg.generation, servers=listening))
+    own = RunFolder(attempt / f"server_node_{node}")
+    if cfg.model.path is None:  # the first refit sends the trainer's weights
+        write_builtin_files(cfg, own)
+    cfg = replace(cfg, model=replace(cfg.model, seq_length=seq_length(cfg)))
+    gpus = torch.cuda.device_count()
+    servers.check_servers(cfg, gpus)
+    replicas = servers.build_replicas(cfg, model_folder(cfg, own), own.path, gpus, key=os.environ[KEY])
+    servers.start(replicas, cfg.model.seq_length)
+    address = first_that_resolves(os.environ.get("SLURMD_NODENAME", ""), socket.gethostname())
+    urls = [f"http://{address}:{replica.url.rpartition(':')[2]}" for replica in replicas]
+    with replacing(attempt / f"servers_{node}.json") as file:
+        file.write(json.dumps(urls).encode())
+    while True:
+        for replica in replicas:
+            if replica.has_ended:
+                raise UserError(f"{replica}: {replica.ending()}")
+        time.sleep(POLL_EVERY_S)
 
 
-def main() -> None:
-    member, kind, *processes = sys.argv[1:]
-    arguments = json.loads(Path(member).read_text(encoding="utf-8"))
-    if kind == "serve":
-        place = dict(zip(arguments[1::2], arguments[2::2], strict=True))
-        sys.exit(_served(place["--config-name"], place["--config-path"]))
-    if len(processes) > 1:
-        arguments += overrides_of_servers(int(processes[1]), float(processes[2]))
-    if kind == "torchrun":
-        command, added = torchrun(arguments, int(processes[0]), os.environ), {}
-    else:
-        command, added = [sys.executable, "-m", "nemo_edo", *arguments], variables_of_torchrun(os.environ)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execve(command[0], command, {**os.environ, **added})
+def overrides_of_servers(nodes: int, limit_s: float) -> list[str]:
+    """The trainer's overrides with the servers' URLs, once the servers of all ``nodes`` nodes are ready. Raises
+    UserError after the limit."""
+    attempt, deadline = control_folder(), time.monotonic() + limit_s
+    paths = [attempt / f"servers_{node}.json" for node in range(nodes)]
+    while missing := [path for path in paths if not path.is_file()]:
+        if time.monotonic() > deadline:
+            raise UserError(f"the servers of {len(missing)} of {nodes} nodes are not ready after {limit_s:g} s")
+        time.sleep(POLL_EVERY_S)
+    urls = [url for path in paths for url in json.loads(path.read_text(encoding="utf-8"))]
+    section = "generation.servers"
+    return [f"{section}.urls={json.dumps(urls)}", f"{section}.api_key_variable={KEY}", f"{section}.launched=true"]
+
+
+def report(launch: Path, sweep: Path) -> int:
+    """Lists the members of a sweep that have finished and those that have not, and reports on the former."""
+    names = json.loads((launch / "members.json").read_text(encoding="utf-8"))
+    missing = {place: name for place, name in names.items() if not (launch / "finished" / place).exists()}
+    print(f"{len(names) - len(missing)} of {len(names)} members have finished")
+    for place, name in missing.items():
+        attempts = sorted((launch / "attempts" / place).glob("*"), key=lambda path: path.stat().st_mtime)
+        print(f"not finished: {name}, see {attempts[-1] if attempts else 'squeue: it never ran'}")
+    if missing:
+        print("the same launch resumes these only")
+    finished = [str(sweep / name) for place, name in names.items() if place not in missing]
+    command = [sys.executable, "-m", "nemo_edo", "report", *finished, "--out", str(sweep / "report.html")]
+    sys.stdout.flush()
+    status = subprocess.run(command, check=False).returncode if finished else 0
+    if missing and finished:
+        print(f"the report has the finished members only; to renew it: nemo-edo report {shlex.quote(str(sweep))}")
+    return status or (1 if missing else 0)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,17 @@ dataclasses; the files have differences only. Checks that need no files, weights
 and name the key as a user writes it.
 """
 
-from nemo_edo.config.cluster import ClusterConfig, ContainerConfig
-from nemo_edo.config.data import ArithmeticConfig, DataConfig, RewardsConfig
+from nemo_edo.config.data import ArithmeticConfig, DataConfig, JudgeConfig, RewardsConfig
 from nemo_edo.config.generation import GenerationConfig, RefitConfig, ServersConfig
-from nemo_edo.config.judge_server import JudgeConfig
 from nemo_edo.config.losses import AGGREGATIONS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
-from nemo_edo.config.parallelism import LoRAConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.config.parallelism import ClusterConfig, ContainerConfig, LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.reward_model import (
     RewardBaseConfig,
     RewardDataConfig,
     RewardModelRunConfig,
     RewardTrainConfig,
     ScoreConfig,
+    SearchLLMConfig,
 )
 from nemo_edo.config.run import (
     ALGORITHMS,
@@ -32,7 +31,6 @@ from nemo_edo.config.run import (
     SamplingConfig,
     TrainConfig,
 )
-from nemo_edo.config.search import SearchLLMConfig
 from nemo_edo.config.training import (
     BoundsConfig,
     GapBoundsConfig,

@@ -7,7 +7,8 @@ and line or the override that it comes from, and what would be right.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Collection
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -17,17 +18,19 @@ from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from nemo_edo.config import ALGORITHMS, LoopConfig, RewardModelRunConfig, RunConfig, ScoreConfig
-from nemo_edo.config.arms import REPLICATE, baseline_arm
 from nemo_edo.config.checks import SettingError, setting_types
-from nemo_edo.config.hydra import DEFAULT, ConfigError, Sources, compose_values, search_order
+from nemo_edo.config.hydra import DEFAULT, ConfigError, compose_values, search_order
+from nemo_edo.config.run import REPLICATE, baseline_arm
 from nemo_edo.config.shipped import shipped_config_dir
-from nemo_edo.config.suggestions import suggestion
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 NOT_GIVEN = "(not given)"
 JOB = "job"
 """The key that says which job a config is for, where it is not a run's."""
 JOBS = {None: RunConfig, "reward_model": RewardModelRunConfig, "score": ScoreConfig}
+
+
+Job = RunConfig | RewardModelRunConfig | ScoreConfig
 
 
 def compose_run(config_name: str, overrides: list[str], config_dir: str | Path | None = None) -> RunConfig:
@@ -40,22 +43,9 @@ def compose_run(config_name: str, overrides: list[str], config_dir: str | Path |
     return require_run(compose_job(config_name, overrides, config_dir), config_name)
 
 
-def require_run(cfg: RunConfig | RewardModelRunConfig | ScoreConfig, config_name: str) -> RunConfig:
-    """Raises ConfigError for the config of another job than a run."""
-    if not isinstance(cfg, RunConfig):
-        raise ConfigError(f"{config_name} is the config of another job ({JOB}: {cfg.job}), not of a run")
-    return cfg
-
-
-def compose_job(
-    config_name: str, overrides: list[str], config_dir: str | Path | None = None
-) -> RunConfig | RewardModelRunConfig | ScoreConfig:
+def compose_job(config_name: str, overrides: list[str], config_dir: str | Path | None = None) -> Job:
     """Like ``compose_run``, for a config that may be another job's: its key ``job`` says which."""
-    values, sources, missing = _composed(config_name, overrides, config_dir)
-    if missing:
-        places = [f"{key} ({sources.place(key)})" for key in missing]
-        raise ConfigError(f"a value is needed for {', '.join(places)}; on the command line: KEY=VALUE")
-    return _built_job(values, sources)
+    return _composed(config_name, overrides, config_dir, complete=True)[0]
 
 
 def compose_incomplete(
@@ -63,31 +53,43 @@ def compose_incomplete(
 ) -> tuple[RunConfig, list[str]]:
     """Like ``compose_run``, for a configuration that may lack values (``???``): it has the text ``NOT_GIVEN`` in their
     place. Returns their keys as well."""
-    values, sources, missing = _composed(config_name, overrides, config_dir)
-    for key in missing:
-        OmegaConf.update(values, key, NOT_GIVEN)
-    return require_run(_built_job(values, sources), config_name), missing
+    cfg, missing = _composed(config_name, overrides, config_dir, complete=False)
+    return require_run(cfg, config_name), missing
+
+
+def require_run(cfg: Job, config_name: str) -> RunConfig:
+    """Raises ConfigError for the config of another job than a run."""
+    if not isinstance(cfg, RunConfig):
+        raise ConfigError(f"{config_name} is the config of another job ({JOB}: {cfg.job}), not of a run")
+    return cfg
 
 
 def _composed(
-    config_name: str, overrides: list[str], config_dir: str | Path | None
-) -> tuple[DictConfig, Sources, list[str]]:
-    """The composed values on the defaults and types of their job, their sources, and the keys that lack a value."""
+    config_name: str, overrides: list[str], config_dir: str | Path | None, *, complete: bool
+) -> tuple[Job, list[str]]:
+    """The config, and the keys that lack a value; complete: where that is an error."""
     folders = search_order(config_name, Path(config_dir or shipped_config_dir()).resolve(), shipped_config_dir())
-    values, sources = compose_values(config_name, overrides, folders, _texts())
-    job = values.get(JOB)
+    types = (item for job in JOBS.values() for item in setting_types(job).items())
+    texts = frozenset(key for key, hint in types if hint in (str, Optional[str]))
+    given, sources = compose_values(config_name, overrides, folders, texts)
+    job = given.get(JOB)
     if job not in JOBS:
         known = ", ".join(name for name in JOBS if name)
         raise ConfigError(f"{JOB} is {job!r}, expected one of {known} ({sources.place(JOB)})")
-    merged = _merged(_structured(JOBS[job]), values, "", sources.place)
-    return merged, sources, _missing(OmegaConf.to_container(values))
-
-
-@cache
-def _texts() -> frozenset[str]:
-    """The keys of all jobs whose values are texts."""
-    types = (item for job in JOBS.values() for item in setting_types(job).items())
-    return frozenset(key for key, hint in types if hint in (str, Optional[str]))
+    values = _merged(_structured(JOBS[job]), given, "", sources.place)
+    missing = _missing(OmegaConf.to_container(given))
+    if missing and complete:
+        places = [f"{key} ({sources.place(key)})" for key in missing]
+        raise ConfigError(f"a value is needed for {', '.join(places)}; on the command line: KEY=VALUE")
+    for key in missing:
+        OmegaConf.update(values, key, NOT_GIVEN)
+    cfg = _built(values, "", sources.place)
+    if isinstance(cfg, RunConfig):
+        arm_configs(cfg, sources.place)
+        for differences in cfg.arms.values():  # an arm that only names the run's own algorithm differs in nothing
+            if differences.get("algorithm") == cfg.algorithm:
+                del differences["algorithm"]
+    return cfg, missing
 
 
 def _missing(values: dict, prefix: str = "") -> list[str]:
@@ -101,25 +103,6 @@ def _missing(values: dict, prefix: str = "") -> list[str]:
     return found
 
 
-def _built_job(values: DictConfig, sources: Sources) -> RunConfig | RewardModelRunConfig | ScoreConfig:
-    cfg = _built(values, "", sources.place)
-    if isinstance(cfg, RunConfig):
-        _arm_configs(cfg, sources.place)
-        for differences in cfg.arms.values():  # an arm that only names the run's own algorithm differs in nothing
-            if differences.get("algorithm") == cfg.algorithm:
-                del differences["algorithm"]
-    return cfg
-
-
-def arm_configs(cfg: RunConfig) -> dict[str, LoopConfig]:
-    """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
-    ``policy``, and none where supervised training is all, or nothing is trained. ``replicate_baseline`` adds one.
-
-    Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run`` has checked that already).
-    """
-    return _arm_configs(cfg, lambda key: f"arms.{key.split('.')[1]}")
-
-
 def resolved_yaml(cfg: RunConfig | RewardModelRunConfig) -> str:
     """Every setting as YAML. As a config file it composes to the same config."""
     return OmegaConf.to_yaml(OmegaConf.structured(cfg))
@@ -130,7 +113,15 @@ def default_values(job: str | None) -> dict[str, Any]:
     return OmegaConf.to_container(_structured(JOBS[job]))
 
 
-def _arm_configs(cfg: RunConfig, place: Callable[[str], str]) -> dict[str, LoopConfig]:
+def arm_configs(
+    cfg: RunConfig, place: Callable[[str], str] = lambda key: f"arms.{key.split('.')[1]}"
+) -> dict[str, LoopConfig]:
+    """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
+    ``policy``, and none where supervised training is all, or nothing is trained. ``replicate_baseline`` adds one.
+
+    place: says where a key was set. Raises ``ConfigError`` for an unknown key or a bad value of an arm
+    (``compose_run`` has checked that already).
+    """
     if not cfg.has_arms:
         return {}
     arms = {} if cfg.arms else {"policy": getattr(cfg, cfg.algorithm)}
@@ -215,3 +206,63 @@ def _type_name(hint: Any) -> str:
     if get_origin(hint) is Union:
         return " or ".join(_type_name(part) for part in get_args(hint))
     return TYPE_NAMES.get(hint, "a mapping")
+
+
+MOST = 5
+OTHER_NAMES = {
+    "beta": "init_kl_coef kl_beta kl_coef",
+    "clip_grad": "max_grad_norm",
+    "clip_low": "clip cliprange epsilon",
+    "data": "dataset",
+    "epochs": "num_epochs num_train_epochs",
+    "every_steps": "save_steps",
+    "gpus_per_node": "gpus",
+    "iterations": "max_steps num_iterations",
+    "limit": "max_samples num_problems num_samples",
+    "lr": "learning_rate",
+    "max_new_tokens": "max_completion_length max_length max_response_length max_tokens",
+    "micro_batch_size": "per_device_train_batch_size",
+    "minibatch_size": "batch train_batch_size",
+    "name": "run_name",
+    "output_dir": "output out_dir",
+    "path": "model_name_or_path",
+    "pipeline_model_parallel_size": "pp",
+    "rank": "lora_rank r",
+    "samples_per_prompt": "group_size num_generations num_return_sequences rollout_n",
+    "tensor_model_parallel_size": "tp",
+}
+"""Our names, and those that other trainers (TRL, verl, NeMo-RL, Hugging Face) have for the same."""
+
+
+def suggestion(key: str, known: Collection[str]) -> str:
+    """``; did you mean A, B or C?`` for an unknown key, or nothing where no known key is near it in name or meaning.
+
+    A key of the same name in another section is nearer than one of another name: ``iterations`` means
+    ``grpo.iterations``, ``idpo.iterations`` or that of one arm, and ``grpo.lr`` means ``grpo.optimizer.lr``. Other
+    names have to be more alike across sections than within one.
+    """
+    found = _candidates(key, known)
+    if not found:
+        return ""
+    section, _, name = found[0].partition(".")
+    if section in ALGORITHMS and "." not in key:
+        found = [*found, f"arms.NAME.{name} (of one arm)"]
+    names = f"{', '.join(found[:-1])} or {found[-1]}" if found[1:] else found[0]
+    return f"; did you mean {names}?"
+
+
+def _candidates(key: str, known: Collection[str]) -> list[str]:
+    section, _, name = key.rpartition(".")
+    ours = next((ours for ours, others in OTHER_NAMES.items() if name in others.split()), None)
+    for meant in (name, ours):
+        same_name = [one for one in known if one.rpartition(".")[2] == meant]
+        deeper = [one for one in same_name if section and one.startswith(f"{section}.")]
+        if same_name:
+            return (deeper or same_name)[:MOST]
+    siblings = {one.rpartition(".")[2]: one for one in known if one.rpartition(".")[0] == section}
+    anywhere = {one.rpartition(".")[2]: one for one in known}
+    for names, alike in ((siblings, 0.5), (anywhere, 0.85)):
+        near = difflib.get_close_matches(name, names, n=1, cutoff=alike)
+        if near:
+            return [names[near[0]]]
+    return []

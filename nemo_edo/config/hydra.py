@@ -133,10 +133,7 @@ def _apply(override: Override, values: DictConfig) -> None:
 def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
     parser = OverridesParser.create()
     try:
-        parsed = [
-            _as_text(parser, line) if _is_a_text(parser, line, texts) else parser.parse_overrides([line])[0]
-            for line in overrides
-        ]
+        parsed = [_parsed(parser, line, texts) for line in overrides]
     except OverrideParseException as error:
         # Hydra cannot read some values, such as a path with letters that are not ASCII, but for in quotes.
         key, equals, value = error.override.partition("=")
@@ -156,23 +153,18 @@ def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
     return parsed
 
 
-def _is_a_text(parser: OverridesParser, line: str, texts: Collection[str]) -> bool:
-    """Whether an override is of a text that Hydra would take for something else, or cannot read."""
+def _parsed(parser: OverridesParser, line: str, texts: Collection[str]) -> Override:
+    """One override. A value of ``texts`` that Hydra takes for a number, or cannot read, is the text as it is."""
     key, equals, value = line.partition("=")
-    if key.lstrip("+") not in texts or not equals:
-        return False
+    is_text = key.lstrip("+") in texts and equals
     try:
-        return isinstance(parser.parse_override(line).value(), int | float)
-    except HydraException:
-        return value[:1] not in ("'", '"')
-
-
-def _as_text(parser: OverridesParser, line: str) -> Override:
-    key, _, value = line.partition("=")
-    escaped = re.sub(r'(\\*)"', r"\1\1\"", value)  # Hydra's quotes: a backslash is one but before a quote
-    trailing = len(escaped) - len(escaped.rstrip("\\"))
-    override = parser.parse_override(f'{key}="{escaped}{trailing * chr(92)}"')
-    return replace(override, input_line=line)
+        [override] = parser.parse_overrides([line])
+        if not is_text or not isinstance(override.value(), int | float):
+            return override
+    except OverrideParseException:
+        if not is_text or value[:1] in ("'", '"'):
+            raise
+    return replace(parser.parse_override(f"{key}=text"), _value=value, input_line=line)
 
 
 def _is_choice(override: Override, folders: list[Path]) -> bool:
@@ -212,23 +204,14 @@ def _failed_composition(error: Exception, overrides: list[str], folders: list[Pa
     if isinstance(error, yaml.reader.ReaderError):
         return ConfigError(f"{_shown(Path(error.name))}: not text: {error.reason}")
     if isinstance(error, UnicodeDecodeError):  # which does not name the file
-        paths = (path for folder in folders for path in sorted(folder.rglob("*.yaml")))
-        path = next(path for path in paths if not _is_text(path))
-        return ConfigError(f"{_shown(path)}: not UTF-8 text: {error}")
+        return ConfigError(f"a YAML file of {' or '.join(map(_shown, folders))} is not UTF-8 text: {error}")
     message = " ".join(str(error).split())
     for line in overrides:
         if message.startswith(f"Multiple values for {line.lstrip('+').partition('=')[0]}."):
-            group, replaced = line.lstrip("+").partition("=")[0], line.lstrip("+")
+            replaced = line.lstrip("+")
+            group = replaced.partition("=")[0]
             return ConfigError(f"command line: {line}: the config chooses {group} already; {replaced} replaces it")
     return ConfigError(message)
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def search_order(config_name: str, own: Path, shipped: Path) -> list[Path]:

@@ -30,12 +30,18 @@ PAPER_ALPHA = 1e-3
 Weight = Annotated[float, at_least(0, ": the term's sign is in the loss")]
 
 
-class ExplorationWeight(Section):
-    """The factor in front of the exploration term, from ``alpha``, ``exploration_coefficient`` and ``beta``."""
+@dataclass
+class ExplorationConfig(Section):
+    """The exploration term, and the factor in front of it."""
 
-    alpha: Optional[float]
-    beta: float
-    exploration_coefficient: Optional[float]
+    beta: float = 0.0
+    alpha: Optional[Weight] = None
+    """Weight of the exploration term in units of beta; null: the paper's 1e-3, unless
+    ``exploration_coefficient`` is given."""
+    exploration_coefficient: Optional[Weight] = None
+    """Replaces the product alpha * beta, so that beta = 0 need not switch exploration off."""
+    log_ratio_floor: Optional[Annotated[float, below(0)]] = None
+    """A floor (below 0) under each token's log-ratio in the exploration term. Ours, not the paper's: off by default."""
 
     @property
     def effective_alpha(self) -> Optional[float]:
@@ -57,7 +63,7 @@ class ExplorationWeight(Section):
 
 
 @dataclass
-class GRPOLossConfig(ExplorationWeight):
+class GRPOLossConfig(ExplorationConfig):
     """The ED-GRPO objective (``losses.grpo_loss``). ``alpha = 0`` is GRPO."""
 
     surrogate: Annotated[str, one_of("clip", "cispo", "reinforce")] = "clip"
@@ -81,13 +87,6 @@ class GRPOLossConfig(ExplorationWeight):
     aggregation: Annotated[str, one_of(*AGGREGATIONS)] = "seq-mean-token-mean"
     """How token values become one number, in every term of the loss: seq-mean-token-mean (the paper), token-mean
     (DAPO) or seq-mean-token-sum-norm (Dr.GRPO); see ``losses.reduce_tokens``."""
-    alpha: Optional[Weight] = None
-    """Weight of the exploration term in units of beta; null: the paper's 1e-3, unless
-    ``exploration_coefficient`` is given."""
-    exploration_coefficient: Optional[Weight] = None
-    """Replaces the product alpha * beta, so that beta = 0 need not switch exploration off."""
-    log_ratio_floor: Optional[Annotated[float, below(0)]] = None
-    """A floor (below 0) under each token's log-ratio in the exploration term. Ours, not the paper's: off by default."""
     norm_length: Optional[int] = None
     """The constant length of ``seq-mean-token-sum-norm`` (Dr.GRPO), required by it."""
     importance_sampling_level: Annotated[str, one_of("token", "sequence")] = "token"
@@ -142,7 +141,7 @@ class GRPOLossConfig(ExplorationWeight):
 
 
 @dataclass
-class DPOLossConfig(ExplorationWeight):
+class DPOLossConfig(ExplorationConfig):
     """The ED-iDPO objective (``losses.ed_idpo_loss``). ``alpha = 0`` is ETO."""
 
     beta: Positive = 0.1
@@ -153,13 +152,6 @@ class DPOLossConfig(ExplorationWeight):
     """Assumed share of pairs with exchanged labels (conservative DPO); sigmoid only."""
     length_normalized: bool = False
     """Log-probabilities of sequences are means over their tokens, in both terms, instead of sums."""
-    alpha: Optional[Weight] = None
-    """Weight of the exploration term in units of beta; null: the paper's 1e-3, unless
-    ``exploration_coefficient`` is given."""
-    exploration_coefficient: Optional[Weight] = None
-    """Replaces the product alpha * beta."""
-    log_ratio_floor: Optional[Annotated[float, below(0)]] = None
-    """A floor (below 0) under each token's log-ratio in the exploration term. Ours, not the paper's: off by default."""
 
     def rules(self) -> Iterator[Rule]:
         is_dpo = self.preference_loss == "sigmoid"

@@ -9,23 +9,11 @@ from typing import Any, ClassVar
 from nemo_edo.errors import UserError
 
 SHAPE_FIELDS = (
-    "model_type",
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-)
-
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+)  # fmt: skip
+# Fields that families, or transformers 5, name in another way than Qwen3-MoE in transformers 4.
 NAMES_IN_FILES = {"num_local_experts": "num_experts", "n_routed_experts": "num_experts"}
-"""Fields that families, or transformers 5, name in another way than Qwen3-MoE in transformers 4."""
-
 FAMILIES = {
     "llama": (False, False),
     "mistral": (False, False),
@@ -35,8 +23,6 @@ FAMILIES = {
 }
 """Whether queries, keys and values have a bias; whether queries and keys have a separate norm. The sizes of other
 families are estimated as Llama's."""
-
-WITH_EXPERTS = ("qwen3_moe",)
 
 
 @dataclass(frozen=True)
@@ -53,19 +39,14 @@ class ModelShape:
     ffn_hidden_size: int
     num_attention_heads: int
     num_query_groups: int
-    kv_channels: int
-    """Size of an attention head."""
+    kv_channels: int  # the size of an attention head
     vocab_size: int
-    tied: bool
-    """Whether the output layer's weights are the embedding's."""
+    tied: bool  # whether the output layer's weights are the embedding's
     qkv_bias: bool
     qk_norm: bool
-    num_moe_experts: int | None = None
-    """Experts of a layer; None: layers have an MLP."""
-    moe_router_topk: int = 0
-    """Experts per token."""
-    moe_ffn_hidden_size: int = 0
-    """An expert's ``ffn_hidden_size``."""
+    num_moe_experts: int | None = None  # of a layer; None: layers have an MLP
+    moe_router_topk: int = 0  # experts per token
+    moe_ffn_hidden_size: int = 0  # an expert's ffn_hidden_size
     gated_linear_unit: ClassVar[bool] = True
 
     @classmethod
@@ -75,9 +56,9 @@ class ModelShape:
 
         Raises UserError for a size that is missing.
         """
-        fields = with_usual_names(fields)
+        fields = {NAMES_IN_FILES.get(name, name): value for name, value in fields.items()}
         family = fields.get("model_type")
-        experts = family in WITH_EXPERTS or bool(fields.get("num_experts"))
+        experts = family == "qwen3_moe" or bool(fields.get("num_experts"))
         needed = ["num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"]
         needed += ["num_experts", "num_experts_per_tok"] if experts else ["intermediate_size"]
         missing = [name for name in needed if fields.get(name) is None]
@@ -163,14 +144,9 @@ class ModelShape:
         return layers + self.hidden_size + self.embedding_parameters * (1 if self.tied else 2)
 
 
-def with_usual_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json of either transformers version, by the names of version 4."""
-    return {NAMES_IN_FILES.get(name, name): value for name, value in fields.items()}
-
-
 def check_expected(expected: Mapping[str, Any] | None, found: Mapping[str, Any], source: str) -> None:
     """Raises UserError where a config.json's fields ``found`` have other sizes than those of model.architecture."""
-    found = with_usual_names(found)
+    found = {NAMES_IN_FILES.get(name, name): value for name, value in found.items()}
     for name in SHAPE_FIELDS:
         if name in (expected or {}) and name in found and expected[name] != found[name]:
             raise UserError(

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from nemo_edo.config.arms import REPLICATE
+from nemo_edo.config.run import REPLICATE
 from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, ratio_intervals
 from nemo_edo.evaluation.stored import families
 from nemo_edo.metrics import Interval

@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from nemo_edo.config.arms import PLAIN_LABELS, REPLICATE
+from nemo_edo.config.run import PLAIN_LABELS, REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import (
     START,

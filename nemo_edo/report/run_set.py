@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import xxhash
 
-from nemo_edo.config.arms import REPLICATE
+from nemo_edo.config.run import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation, require_same_problems
 from nemo_edo.utils.files import read_json, read_mapping, read_object, read_text

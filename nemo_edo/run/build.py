@@ -25,8 +25,8 @@ from nemo_edo.config import (
     SamplingConfig,
     SFTConfig,
 )
-from nemo_edo.config.arms import arm_seed
 from nemo_edo.config.generation import PLAIN
+from nemo_edo.config.run import arm_seed
 from nemo_edo.data.model_folder import find_model
 from nemo_edo.data.prompts import chat_of, prompt_text
 from nemo_edo.errors import DamagedCheckpoint, UserError

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from nemo_edo.algorithms.plan import require_several_steps
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
-from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs, resolved_yaml
+from nemo_edo.config.run import REPLICATE
 from nemo_edo.data.model_folder import is_hub_name
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import check_arm_names

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError
 
 from nemo_edo import __version__
 from nemo_edo.config import IDPOConfig, LoopConfig
-from nemo_edo.config.arms import arm_label
+from nemo_edo.config.run import arm_label
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import BEST, START, Evaluation, largest, load_evaluation, metric_name
 from nemo_edo.run.folder import RunFolder

@@ -20,7 +20,7 @@ import torch
 import nemo_edo
 from nemo_edo import __version__
 from nemo_edo.config import IDPOConfig, LoopConfig
-from nemo_edo.config.arms import REPLICATE, arm_label, baseline_arm
+from nemo_edo.config.run import REPLICATE, arm_label, baseline_arm
 from nemo_edo.types import Problem, ScoredRollout
 
 EXAMPLES, EXAMPLE_RESPONSES = 6, 3

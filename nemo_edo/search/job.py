@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from nemo_edo.config import NONE, RunConfig
-from nemo_edo.config.arms import REPLICATE
 from nemo_edo.config.compose import arm_configs
+from nemo_edo.config.run import REPLICATE
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError

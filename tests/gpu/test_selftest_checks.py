@@ -3,8 +3,7 @@
 import pytest
 
 from nemo_edo.checks.check_list import CHECKS
-from nemo_edo.checks.findings import IMPOSSIBLE, PASS, Check, RunsIn
-from nemo_edo.checks.machine import Machine
+from nemo_edo.checks.machine import IMPOSSIBLE, PASS, SELFTEST, Check, Machine
 from nemo_edo.checks.selftest import carried_out, prepared
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +14,7 @@ def machine(tmp_path_factory) -> Machine:
     return prepared(Machine.of_ranks(tmp_path_factory.mktemp("shared"), limit_s=60.0), CHECKS)
 
 
-@pytest.mark.parametrize("check", [check for check in CHECKS if RunsIn.SELFTEST in check.runs_in],
+@pytest.mark.parametrize("check", [check for check in CHECKS if SELFTEST in check.runs_in],
                          ids=lambda check: f"{check.group}: {check.name}")
 def test_the_check_passes(machine: Machine, check: Check):
     finding = carried_out(check, machine)

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_edo.config import RunConfig
-from nemo_edo.config.arms import arm_label
 from nemo_edo.config.compose import arm_configs, resolved_yaml
+from nemo_edo.config.run import arm_label
 from nemo_edo.evaluation.results import START
 from nemo_edo.report.run_set import RunRecord, read_run
 

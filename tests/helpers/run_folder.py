@@ -9,7 +9,7 @@ import numpy as np
 import yaml
 
 from nemo_edo.config import EvaluationConfig, GRPOConfig, ModelConfig, RunConfig, SFTConfig
-from nemo_edo.config.arms import REPLICATE
+from nemo_edo.config.run import REPLICATE
 
 # label, alpha, exploration weight, floor, entropy coefficient; how fast the arm learns, the entropy it keeps
 ARMS = {

@@ -97,16 +97,6 @@ def test_a_run_whose_input_is_bad_fails_and_is_not_queued_again(launcher):
     assert f"{problems}" in launcher.logs("bad")
 
 
-@pytest.mark.parametrize("overrides", [
-    [], ["cluster.launcher=srun"], ["cluster.container.kind=apptainer", "cluster.container.image=/images/edo.sif"]])
-def test_slurm_takes_the_scripts(launcher, tmp_path, overrides: list[str]):
-    done = launcher.nemo_edo("launch", "cluster=slurm", "cluster.nodes=2", "cluster.processes_per_node=1",
-                             f"output_dir={tmp_path}", *overrides, "--dry-run")
-    script = tmp_path / "job.sh"
-    script.write_text(done.stdout)
-    launcher.cluster.run("sbatch", "--test-only", str(script))
-
-
 @pytest.mark.skipif(not can_cut_off, reason="no process can be given its own network here")
 def test_the_check_of_the_nodes_names_a_rank_whose_ports_are_blocked(launcher):
     """Rank 1 runs in its own network, where nothing can be reached."""
@@ -120,7 +110,7 @@ def check_nodes(launcher, name: str, wrapper: str) -> str:
     done = launcher.cluster.run(
         "srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
         f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={free_ports(1)[0]}", "bash", "-c", wrapper, "check",
-        sys.executable, "-m", "nemo_edo.checks.node_step", f"--folder={folder}", "--limit=20", "--start-limit=10",
+        sys.executable, "-m", "nemo_edo.checks.selftest", f"--folder={folder}", "--limit=20", "--start-limit=10",
         "--nodes=n1,n2", check=False)
     assert done.returncode == 4, done.stdout + done.stderr
     return done.stdout

@@ -32,29 +32,18 @@ class Recorder(SimpleNamespace):
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Stands in for nemo_edo.run.jobs, and lets every config pass the checks of files."""
+    """Stands in for nemo_edo.run.jobs and nemo_edo.search.job, and lets every config pass the checks of files."""
+    recorder = Recorder()
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
-    monkeypatch.setattr(nemo_edo.run, "jobs", Recorder(), raising=False)
-    return nemo_edo.run.jobs
-
-
-@pytest.fixture
-def search_job(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Stands in for nemo_edo.search.job, as ``jobs`` does."""
-    monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
-    monkeypatch.setattr(nemo_edo.search, "job", Recorder(), raising=False)
-    return nemo_edo.search.job
-
-
-def trained(jobs: Recorder):
-    [(name, cfg, begun)] = jobs.calls
-    assert (name, begun) == ("train", None)  # None: this process was not started for the command
-    return cfg
+    monkeypatch.setattr(nemo_edo.run, "jobs", recorder, raising=False)
+    monkeypatch.setattr(nemo_edo.search, "job", recorder, raising=False)
+    return recorder
 
 
 def test_overrides_before_and_after_an_option_apply_in_order(jobs: Recorder):
     assert main(["train", "seed=1", "~arms", "--config-name", "quickstart", "seed=2", "+threads=3"]) == 0
-    cfg = trained(jobs)
+    [(name, cfg, begun)] = jobs.calls
+    assert (name, begun) == ("train", None)  # None: this process was not started for the command
     assert (cfg.name, cfg.seed, cfg.arms, cfg.threads) == ("quickstart", 2, {}, 3)
 
 
@@ -73,9 +62,9 @@ FAILURE = Path("a/failures/grpo_step_00000001.safetensors")
     (["search", "runs/a", "--arm", "ed_grpo", "search.width=2"],
      ("search", Path("runs/a"), "ed_grpo", ["search.width=2"])),
 ])  # fmt: skip
-def test_arguments_and_overrides_reach_the_job(jobs: Recorder, search_job: Recorder, arguments: list[str], call: tuple):
+def test_arguments_and_overrides_reach_the_job(jobs: Recorder, arguments: list[str], call: tuple):
     assert main(arguments) == 0
-    assert jobs.calls + search_job.calls == [call]
+    assert jobs.calls == [call]
 
 
 @pytest.mark.parametrize(("command", "called", "more"), [
@@ -83,10 +72,10 @@ def test_arguments_and_overrides_reach_the_job(jobs: Recorder, search_job: Recor
     ("search", "search_model", ["search.reward_model=PRM", "search.width=2"]),
 ])
 def test_a_config_without_a_run_is_evaluated_or_searched_with_its_model(
-        jobs: Recorder, search_job: Recorder, capsys, command: str, called: str, more: list[str]):
+        jobs: Recorder, capsys, command: str, called: str, more: list[str]):
     arguments = ["model.path=DIR", "data.test=FILE", *more, "--on-bad-rows=skip", f"--config-name={command}"]
     assert main([command, *arguments]) == 0
-    [(name, cfg)] = jobs.calls + search_job.calls
+    [(name, cfg)] = jobs.calls
     assert (name, cfg.algorithm, cfg.data.train, cfg.data.test) == (called, "none", None, "FILE")
     assert cfg.data.on_bad_rows == "skip" and capsys.readouterr().out == "a line\n"
     assert all(str(OmegaConf.select(OmegaConf.structured(cfg), key)) == value
@@ -134,10 +123,10 @@ def test_a_failed_member_is_named_with_its_log_and_a_sweep_under_torchrun_is_ref
     ("train idpo_quickstart", "--config-name idpo_quickstart"),
     ("train seed=1,2", r"\[a,b\].* -m"),
 ])
-def test_arguments_that_do_not_fit_are_named_before_any_work(jobs, search_job, swept, capsys, arguments, named):
+def test_arguments_that_do_not_fit_are_named_before_any_work(jobs, swept, capsys, arguments, named):
     assert main(arguments.split()) == 2
     assert re.search(named, capsys.readouterr().err)
-    assert (jobs.calls, search_job.calls, "members" in swept) == ([], [], False)
+    assert (jobs.calls, "members" in swept) == ([], False)
 
 
 @pytest.mark.parametrize(("error", "status", "shown"), [

@@ -133,7 +133,7 @@ def folder_of_the_docs(quickstart_yaml: str, tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize(("page", "arguments"), each_config_once())
 def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: list):
     from nemo_edo.checks import preflight
-    from nemo_edo.cluster import slurm
+    from nemo_edo.cluster import launch as slurm
     from nemo_edo.experiments import study, sweep
     from nemo_edo.report import page, run_set
     from nemo_edo.reward_models import score_run

@@ -12,8 +12,7 @@ from pathlib import Path
 import yaml
 from generated import between_markers, model_section
 
-from nemo_edo.checks.estimates import Memory
-from nemo_edo.checks.workload import largest, workloads
+from nemo_edo.checks.memory import Memory, largest, workloads
 from nemo_edo.config import ModelConfig, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape

@@ -10,7 +10,7 @@ from pathlib import Path
 from generated import between_markers, model_section
 
 from nemo_edo.checks.iteration_time import Iteration, generation_seconds, iteration_times
-from nemo_edo.checks.workload import largest, workloads
+from nemo_edo.checks.memory import largest, workloads
 from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
 

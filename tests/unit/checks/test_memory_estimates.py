@@ -1,15 +1,27 @@
-"""The memory estimates' formulas: what they add up to, and how splits and recomputation change them.
-
-Weights, gradients and optimizer state of real models are compared in unit/megatron.
+"""What the memory estimates add up to, how a config becomes what they count, and what is proposed to one that does not
+fit: enough together, the cheapest kinds first, settings that exist. docs/models.md has them for every model; weights,
+gradients and optimizer state of real models are compared in unit/megatron.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from nemo_edo.checks import estimates as memory
-from nemo_edo.checks.estimates import Workload, stage_memory
-from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.checks import memory
+from nemo_edo.checks.advice import advise
+from nemo_edo.checks.memory import (
+    Workload,
+    for_estimate,
+    fullest,
+    largest,
+    model_shape,
+    stage_memory,
+    with_rows_that_fit,
+    workloads,
+)
+from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig, RunConfig
+from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
 
 SHAPE = ModelShape(num_layers=8, hidden_size=64, ffn_hidden_size=160, num_attention_heads=8, num_query_groups=4,
@@ -33,15 +45,6 @@ def test_the_distributed_optimizer_splits_its_state_over_data_and_context_ranks_
 
 
 EXPERTS = replace(SHAPE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48)
-OF_ALL_LAYERS = 8 * 8 * 3 * 48 * 64
-"""Layers, experts, matrices of each, width, hidden size."""
-
-
-def test_the_distributed_optimizer_splits_experts_over_the_ranks_that_have_the_same():
-    sharded = ParallelismConfig(expert_model_parallel_size=4, use_distributed_optimizer=True)
-    rest = EXPERTS.parameters - OF_ALL_LAYERS
-    expected = 12 * (rest / 8 + OF_ALL_LAYERS / 4 / 2)
-    assert stage_memory(load(sharded, EXPERTS, data_parallel=8), 0).optimizer == pytest.approx(expected, abs=24)
 
 
 def test_every_token_has_a_row_in_each_of_its_experts_and_ranks_that_share_these_gather_the_rows():
@@ -55,16 +58,6 @@ def test_every_token_has_a_row_in_each_of_its_experts_and_ranks_that_share_these
     parallel = {"tensor_model_parallel_size": 4, "sequence_parallel": True}
     assert of_experts(**parallel, expert_tensor_parallel_size=1) == 64 * 2 * 2 * row / 4
     assert of_experts(**parallel) == 64 * 2 * 2 * (64 + 3 * 48 / 4)
-
-
-def test_sequence_and_context_parallelism_divide_all_of_a_layer_by_their_size():
-    def layer(**sizes) -> float:
-        return memory.layer_activation_bytes(load(ParallelismConfig(**sizes)))
-
-    sharded = layer(tensor_model_parallel_size=4, sequence_parallel=True)
-    assert layer() == 4 * sharded == 2 * layer(context_parallel_size=2)
-    # Without it, 3/4 of both norms' inputs and outputs more.
-    assert layer(tensor_model_parallel_size=4) - sharded == 64 * 2 * 3 * SHAPE.hidden_size
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -92,10 +85,91 @@ def test_logits_are_the_last_stages_and_a_fused_loss_holds_a_block_of_them():
     assert fused < plain / 50
 
 
-def test_the_cache_is_keys_and_values_of_every_row_and_layer():
-    found = load(ParallelismConfig(tensor_model_parallel_size=2), generation_rows=10, cached_positions=1000)
-    a_layer = 10 * 100 * 2 * SHAPE.key_width // 2 * 2
-    assert stage_memory(found, 0).generation == (SHAPE.num_layers + 1) * a_layer + 2 * 4 * 10 * SHAPE.vocab_size
-    assert stage_memory(load(), 0).generation == 0
-    on_cpu = replace(found, cpu=True)  # where the cache of a bf16 model is in fp32
-    assert stage_memory(on_cpu, 0).generation - stage_memory(found, 0).generation == (SHAPE.num_layers + 1) * a_layer
+# --- from a config --------------------------------------------------------------------------------------------------
+
+
+GB = 10**9
+
+
+def config(*overrides: str, name: str = "grpo_gsm8k") -> RunConfig:
+    base = ["replicate_baseline=false"] if name == "quickstart" else ["parallelism=tp4", "model.seq_length=4096"]
+    return compose_incomplete(name, [*base, *overrides])[0]
+
+
+def advice_for(*overrides: str, gpus: int, limit: int = 80 * GB, name: str = "grpo_gsm8k") -> tuple[list[str], int]:
+    """The overrides, and the bytes that are needed with them."""
+    cfg = config(*overrides, name=name)
+    changes, needed = advise(cfg, model_shape(cfg), gpus, limit)
+    return [f"{key}={str(value).lower()}" for made in changes.values() for key, value in made.items()], needed
+
+
+@pytest.mark.parametrize(("model", "gpus", "name"), [
+    ("qwen2_5_7b", 8, "grpo_gsm8k"), ("llama3_1_70b", 64, "idpo_gsm8k"), ("qwen3_32b", 16, "dapo_gsm8k"),
+])
+def test_the_overrides_compose_and_give_the_memory_that_is_promised(model: str, gpus: int, name: str):
+    overrides, needed = advice_for(f"model={model}", gpus=gpus, name=name)
+    assert overrides and needed <= 80 * GB
+    changed = config(f"model={model}", *overrides, name=name)
+    assert fullest(changed, model_shape(changed), gpus).total == needed
+
+
+@pytest.mark.parametrize(("settings", "processes", "train", "test", "rows"), [
+    ([], 1, 1280, 256, 640),  # as many as may be: an evaluation has 30 responses to each problem
+    ([], 1, 1280, 4, 640),  # a collection has 128 problems, 10 responses to each
+    (["grpo.problems_per_iteration=5"], 1, 1280, 4, 120), (["grpo.problems_per_iteration=5"], 8, 1280, 4, 15),
+    ([], 1, 4, 1, 40), (["generation.part_size=100"], 2, 1280, 256, 50), ([], 1, math.inf, math.inf, 640),
+])
+def test_no_more_sequences_are_decoded_at_a_time_than_there_are_responses_to_generate(
+        settings, processes, train, test, rows):
+    found = for_estimate(config(*settings, name="quickstart"), processes, train=train, test=test)
+    assert found.generation.max_batch_size == rows
+
+
+@pytest.mark.parametrize(("settings", "cpu", "processes", "tested", "positions"), [
+    ([], False, 1, 256, 640 * 64), (["model.attention=local"], True, 1, 256, 640 * 64),
+    ([], True, 1, 256, 640 * 32 + 64 * 32),  # ten responses to each of 64 prompts; fewer greedy responses than that
+    ([], True, 1, 500, 500 * 64), ([], True, 1, math.inf, 640 * 64), ([], True, 4, 1280, 640 * 32 + 320 * 32),
+    (["sampling.samples_per_prompt=2"], True, 2, 4, 640 * 64),  # a rank has one response to each prompt
+])
+def test_on_a_cpu_the_responses_to_a_prompt_share_its_place_in_the_cache(settings, cpu, processes, tested, positions):
+    cfg = config(*settings, name="quickstart")
+    shape = model_shape(cfg)
+    found = {load.cached_positions for load in workloads(cfg, shape, processes, cpu=cpu, tested=tested).values()}
+    assert found == {positions}
+
+
+SMOLLM2 = {"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "intermediate_size": 1536,
+           "num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(("group", "response", "longest", "settings", "measured"), [
+    (4, 128, 202, ["grpo.micro_batch_size=4", "model.seq_length=256"], 5.18),
+    (8, 256, 330, ["grpo.problems_per_iteration=2"], 6.95),
+    (4, 128, 202, ["grpo.micro_batch_tokens=1024"], 5.08),
+    (16, 64, 138, ["grpo.micro_batch_size=2", "grpo.problems_per_iteration=8"], 4.20),
+])
+def test_a_real_models_estimate_is_within_a_third_of_the_peak_that_was_measured_on_a_cpu(
+        group, response, longest, settings, measured):
+    """GRPO on SmolLM2-135M-Instruct in fp32, 16 training problems, 4 test problems with 2 responses to each."""
+    shape = ModelShape.from_hf(SMOLLM2, "SmolLM2")
+    cfg = config("~arms", "parallelism=single", "precision=fp32", "model.seq_length=null", "evaluation.samples=2",
+                 "grpo.problems_per_iteration=4", "evaluation.rollouts=1", f"sampling.samples_per_prompt={group}",
+                 f"sampling.max_new_tokens={response}", *settings)
+    cfg = for_estimate(cfg, 1, longest=longest, train=16, test=4)
+    assert measured / 1.1 < fullest(cfg, shape, 1, cpu=True, tested=4).total / GB < 1.3 * measured
+
+
+def test_auto_counts_the_rows_that_have_room_beside_the_weights_and_one_at_least():
+    settings = ("model=qwen2_5_7b", "parallelism=tp2_sharded", "grpo.micro_batch_tokens=8192")
+    shape, known = model_shape(config(*settings)), {"rows": 300}
+
+    def rows(limit: int) -> int:
+        return with_rows_that_fit(config(*settings), shape, 8, limit, **known).generation.max_batch_size
+
+    def needed(number: int) -> int:
+        cfg = config(*settings, f"generation.max_batch_size={number}")
+        [memory] = largest(workloads(cfg, shape, 8))[1]
+        return memory.generating
+
+    assert [rows(needed(number)) for number in (2, 64, 300, 400)] == [2, 64, 300, 300]
+    assert [rows(needed(64) - 1), rows(needed(1) - 1), rows(0)] == [63, 1, 1]

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nemo_edo.checks import machine_checks
-from nemo_edo.checks.findings import failed, passed, together
-from nemo_edo.checks.machine import CheckError, Machine
+from nemo_edo.checks.machine import CheckError, Machine, failed, passed, together
 from nemo_edo.checks.numbers import BOUNDS, Measured, compared
 from nemo_edo.errors import UserError
 

@@ -1,4 +1,4 @@
-"""What a job's script asks of Slurm, and that it is sound shell."""
+"""What a job's script asks of Slurm, that it is sound shell, and what its tasks become."""
 
 import json
 import shlex
@@ -9,10 +9,12 @@ import pytest
 
 from nemo_edo.cli import main
 from nemo_edo.cluster import launch as launching
-from nemo_edo.cluster import slurm
+from nemo_edo.cluster import task
 from nemo_edo.config.compose import ConfigError
 from nemo_edo.errors import UserError
 from nemo_edo.experiments.grid import quoted
+from nemo_edo.run import control
+from nemo_edo.utils.ranks import variables_of_torchrun
 
 CONTAINERS = {
     "none": [],
@@ -81,12 +83,12 @@ def test_a_run_sees_its_folders_in_a_container(tmp_path):
 
 def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
     planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", "seed=7"], None, multirun=False)
-    slurm.write_snapshot(planned)
+    launching.write_snapshot(planned)
     folder = tmp_path / "quickstart" / "launch"
     arguments = json.loads((folder / "members" / "0.json").read_text())
     assert arguments == ["train", "--config-path", str(folder / "members"), "--config-name", "0"]
     assert "seed: 7" in (folder / "members" / "0.yaml").read_text()
-    assert (folder / "code" / "nemo_edo" / "cli" / "entry.py").is_file() and (folder / "code" / "conf").is_dir()
+    assert (folder / "code" / "nemo_edo" / "cli" / "commands.py").is_file() and (folder / "code" / "conf").is_dir()
     assert not list((folder / "code").rglob("__pycache__"))
 
 
@@ -133,7 +135,7 @@ def test_keys_come_from_the_shell_or_a_private_file_and_are_in_no_file_of_the_jo
         with pytest.raises(UserError, match=told):
             launching.plan("quickstart", [*job, *overrides], None, multirun=False)
     private.chmod(0o600)
-    monkeypatch.setattr(slurm, "_sbatch", lambda *_: "1")
+    monkeypatch.setattr(launching, "_sbatch", lambda *_: "1")
     monkeypatch.setenv("WANDB_API_KEY", "sesame")
     for place, overrides in enumerate([[named], [named, f"cluster.secrets_file={private}"]]):
         plan = launching.plan("quickstart", [*job, f"name=job_{place}", *overrides], None, multirun=False)
@@ -162,3 +164,45 @@ def test_every_path_is_looked_for_in_the_containers_mounts(tmp_path, kind: str, 
     else:
         with pytest.raises(UserError, match=told):
             script(tmp_path, *overrides)
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+SLURM = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
+         "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "MASTER_ADDR": "n1", "MASTER_PORT": "20001",
+         "NEMO_EDO_CONTROL": "/shared/attempt"}
+
+
+def test_a_task_becomes_torchrun_of_its_nodes_processes_or_one_of_them_that_finds_the_others():
+    command = task.torchrun(["train", "seed=1"], 4, SLURM)
+    assert command[1:3] == ["-m", "torch.distributed.run"]
+    place = {"--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--master-addr=n1", "--master-port=20001"}
+    assert place <= {*command} and command[-4:] == ["-m", "nemo_edo", "train", "seed=1"]
+    variables = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    assert variables_of_torchrun(SLURM) == variables
+
+
+def test_the_trainer_gets_the_servers_of_all_nodes_once_they_are_ready(tmp_path, monkeypatch):
+    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
+    (tmp_path / "servers_0.json").write_text(json.dumps(["http://n3:8000", "http://n3:8001"]))
+    with pytest.raises(UserError, match="the servers of 1 of 2 nodes are not ready after 0.1 s"):
+        task.overrides_of_servers(2, 0.1)
+    (tmp_path / "servers_1.json").write_text(json.dumps(["http://n4:8000"]))
+    assert task.overrides_of_servers(2, 1.0) == [
+        'generation.servers.urls=["http://n3:8000", "http://n3:8001", "http://n4:8000"]',
+        "generation.servers.api_key_variable=NEMO_EDO_SERVER_KEY", "generation.servers.launched=true"]
+
+
+def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_path, monkeypatch):
+    assert not control.stop_is_asked()  # no job
+    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
+    assert not control.stop_is_asked()
+    (tmp_path / "stop").touch()
+    assert control.stop_is_asked()
+    monkeypatch.setenv("RANK", "1")
+    control.tell_outcome(control.FINISHED)
+    assert not (tmp_path / "outcome").exists()
+    monkeypatch.setenv("RANK", "0")
+    control.tell_outcome(control.FINISHED)
+    assert (tmp_path / "outcome").read_text() == "finished\n"

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from helpers.experiment_run import experiment_record
 
-from nemo_edo.checks.config_checks import Devices
-from nemo_edo.checks.doctor import of_config
-from nemo_edo.checks.findings import FAIL
+from nemo_edo.checks.doctor import Devices, of_config
+from nemo_edo.checks.machine import FAIL
 from nemo_edo.config.compose import arm_configs, compose_incomplete
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.data.benchmarks import BENCHMARKS

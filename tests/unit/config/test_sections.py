@@ -16,8 +16,8 @@ from nemo_edo.config import (
     ScheduleConfig,
     SearchLLMConfig,
 )
-from nemo_edo.config.judge_server import JudgeConfig
-from nemo_edo.config.search import MEANS, WIDTHS
+from nemo_edo.config.data import JudgeConfig
+from nemo_edo.config.reward_model import MEANS, WIDTHS
 from nemo_edo.test_time import search_llm
 
 URL = "http://node7:8000/v1"

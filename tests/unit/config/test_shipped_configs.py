@@ -77,20 +77,6 @@ def test_quickstart_arms_have_the_exploration_factors_of_the_study_and_one_follo
     assert {name: arm.exploration_weight for name, arm in swept.items()} == {"policy": pytest.approx(1e-4)}
 
 
-def test_grpo_gsm8k_resolves_to_the_papers_numbers_and_dapo_gsm8k_to_dapos():
-    cfg = compose_run("grpo_gsm8k", MANDATORY)
-    ed_grpo = arm_configs(cfg)["ed_grpo"]
-    assert (cfg.sampling.samples_per_prompt, cfg.sampling.temperature, ed_grpo.iterations) == (10, 1.0, 3)
-    assert (ed_grpo.minibatch_size, ed_grpo.exploration_weight) == (512, pytest.approx(1e-3 * 0.04))
-    assert (ed_grpo.beta, ed_grpo.optimizer.lr, ed_grpo.log_ratio_floor, cfg.sft.steps) == (0.04, 1e-6, None, 0)
-    assert (cfg.evaluation.samples, cfg.evaluation.rollouts) == (10, 3)
-    cfg = compose_run("dapo_gsm8k", MANDATORY)
-    (first, _), (name, dapo) = arm_configs(cfg).items()
-    assert (first, name, dapo.clip_low, dapo.clip_high, dapo.beta) == ("grpo", "dapo", 0.2, 0.28, 0)
-    assert (dapo.aggregation, dapo.dynamic_sampling) == ("token-mean", True)
-    assert dapo.overlong_buffer == cfg.sampling.max_new_tokens // 5
-
-
 @pytest.mark.parametrize(("name", "of_library", "own"), [
     ("dapo", dapo_config(), set()),
     ("dr_grpo", dr_grpo_config(8), {"norm_length"}),

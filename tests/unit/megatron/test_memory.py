@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny_models
 
-from nemo_edo.checks import estimates as memory
+from nemo_edo.checks import memory
 from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.batching import build_batch, sequence_lengths

@@ -12,7 +12,7 @@ import pytest
 from nemo_edo.utils.processes import end_session, kept
 
 STARTED = """
-import nemo_edo.cli.entry as cli, time
+import nemo_edo.cli.commands as cli, time
 cli.parse = lambda *_: print("ready", flush=True) or time.sleep(120)
 cli.main()"""
 STARTER = f"""

@@ -1,8 +1,10 @@
-"""The estimated times: against published runs, and against what must hold of any."""
+"""docs/models.md is current, each layout in it is what the command line makes of it, and its times are near published
+ones and what must hold of any."""
 
 from dataclasses import replace
 from pathlib import Path
 
+import models_table
 import pytest
 import scale_table
 
@@ -13,8 +15,10 @@ from nemo_edo.checks.iteration_time import (
     iteration_times,
     refit_seconds,
 )
+from nemo_edo.checks.memory import fullest, model_shape
+from nemo_edo.config.compose import compose_incomplete
 
-ROOT = Path(__file__).parents[3]
+PAGE = (Path(__file__).parents[3] / "docs" / "models.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +39,15 @@ def test_dense_models_come_out_within_a_fifth_of_what_others_measured():
             assert here == pytest.approx(there, rel=0.2), what
 
 
-def test_the_page_is_current():
-    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    assert scale_table.updated(page) == page, "run: python tools/docs/scale_table.py"
+def test_the_page_is_current_and_a_layout_of_it_is_what_the_command_line_makes_of_it():
+    """The tool reads the files of conf/ itself, without Hydra."""
+    rows = list(models_table.rows())
+    assert models_table.table(rows) in PAGE, "run: python tools/docs/models_table.py"
+    assert scale_table.updated(PAGE) == PAGE, "run: python tools/docs/scale_table.py"
+    row = next(row for row in rows if row.model == "qwen2_5_72b")
+    overrides = [f"model={row.model}", *models_table.BASE[1:], *row.overrides]
+    cfg, _ = compose_incomplete("grpo_gsm8k", overrides)
+    assert fullest(cfg, model_shape(cfg), row.gpus) == row.memory
 
 
 def test_twice_the_gpus_train_in_half_the_time_and_generate_in_more_than_half(plan):
