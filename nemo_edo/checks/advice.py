@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from nemo_edo.checks.memory import Memory, counted_rows, fullest, is_possible, micro_batch_tokens, trainings
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig, SFTConfig
 from nemo_edo.config.model_shape import ModelShape
 
-GPUS_OF_A_NODE = 8
-"""Tensor parallelism sends activations twice per layer: it stays within a node's NVLink."""
-WORTH_IT = 0.98
-"""A change is proposed if it leaves less than this share of the memory of training and generation together."""
+GPUS_OF_A_NODE = 8  # tensor parallelism sends activations twice per layer: it stays within a node's NVLink
+WORTH_IT = 0.98  # a proposed change leaves less than this share of the memory of training and generation together
 
 
 def advise(
@@ -24,28 +23,21 @@ def advise(
     undoes none of them. known: of the device and the problems, as for ``workloads``.
     """
 
-    def changed_by(settings: dict[str, object]) -> RunConfig:
-        sections: dict[str, dict[str, object]] = {}  # changed at once: a section checks its settings together
-        for key, value in settings.items():
-            section, _, name = key.partition(".")
-            sections.setdefault(section, {})[name] = value
-        return replace(cfg, **{section: replace(getattr(cfg, section), **new) for section, new in sections.items()})
-
-    def present(key: str) -> object:
-        section, _, name = key.partition(".")
-        return getattr(getattr(cfg, section), name)
-
     made: dict[str, dict[str, object]] = {}
     now = fullest(cfg, shape, gpus, **known)
     while now.total > limit:
         for cost, settings in proposals(cfg, gpus).items():
-            changed = changed_by(settings)
+            sections: dict[str, dict[str, object]] = {}  # changed at once: a section checks its settings together
+            for key, value in settings.items():
+                section, _, name = key.partition(".")
+                sections.setdefault(section, {})[name] = value
+            changed = replace(cfg, **{name: replace(getattr(cfg, name), **new) for name, new in sections.items()})
             if changed == cfg or not is_possible(changed, shape, gpus):
                 continue
             then = fullest(changed, shape, gpus, **known)
             # Both: the peak, which is in training or in generation, and the sum of the two by a share.
             if then.total < now.total and _both_phases(then) < WORTH_IT * _both_phases(now):
-                new = {key: value for key, value in settings.items() if present(key) != value}
+                new = {key: value for key, value in settings.items() if attrgetter(key)(cfg) != value}
                 made[cost] = {**made.get(cost, {}), **new}  # a further step of a kind changes the one before
                 cfg, now = changed, then
                 break

@@ -28,14 +28,11 @@ from nemo_edo.rollouts.store import estimate_bytes, free_bytes
 from nemo_edo.utils import host_memory
 from nemo_edo.utils.files import check_folder
 
-DEFAULT_GPU = 80 * 10**9
-"""Bytes of a hypothetical GPU: an H100's."""
+DEFAULT_GPU = 80 * 10**9  # bytes of a hypothetical GPU: an H100's
 INDENT = 13
 SHOWN_STAGES = 8
-COMPARISON_S = 1800.0
-"""How long the comparison with transformers may take: it reads the whole model."""
-ASSUMED_PROBLEMS = 1000
-"""Problems of an iteration over the whole training set, in estimates of time."""
+COMPARISON_S = 1800.0  # how long the comparison with transformers may take: it reads the whole model
+ASSUMED_PROBLEMS = 1000  # of an iteration over the whole training set, in estimates of time
 
 
 def diagnose(
@@ -84,13 +81,10 @@ def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> list[tuple[
 
 @dataclass(frozen=True)
 class Devices:
-    here: bool
-    """Whether they are this machine's."""
+    here: bool  # whether they are this machine's
     count: int
-    bytes: int
-    """Memory of each."""
-    cpu: bool = False
-    """Whether it is the CPU, as one device."""
+    bytes: int  # memory of each
+    cpu: bool = False  # whether it is the CPU, as one device
 
 
 def devices(gpus: list[Gpu], count: int | None, memory: int | None) -> Devices:
@@ -109,14 +103,10 @@ class Case:
     given: RunConfig
     devices: Devices
     shape: ModelShape
-    longest: int | None
-    """Tokens of the longest sequence; None where the problems or the tokenizer are not at hand."""
-    train: float
-    """The number of training problems; infinite where it is not known."""
-    known: dict[str, object]
-    """Facts of the device and the problems, as ``workloads`` takes them."""
-    cfg: RunConfig
-    """``given`` with numbers in place of what it leaves open."""
+    longest: int | None  # tokens of the longest sequence; None where the problems or the tokenizer are not at hand
+    train: float  # the number of training problems; infinite where it is not known
+    known: dict[str, object]  # facts of the device and the problems, as ``workloads`` takes them
+    cfg: RunConfig  # ``given`` with numbers in place of what it leaves open
     loads: dict[str, memory.Workload]
 
     @property
@@ -283,20 +273,21 @@ def compare_alone(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def explored_iteration(case: Case) -> tuple[str, Iteration] | None:
-    """An iteration of the first arm that explores by GRPO, with the arm's name; None without one."""
-    cfg = case.cfg
+def time(case: Case) -> str:
+    """An iteration of the first arm that explores by GRPO, on H100s."""
+    cfg, gpus = case.cfg, case.devices.count
     arms = {name: arm for name, arm in memory.trainings(cfg).items() if isinstance(arm, GRPOConfig)}
-    if not arms:
-        return None
+    if case.devices.cpu or not arms:
+        return ""
     name, arm = next(iter(arms.items()))
     servers, splits, served = cfg.generation.servers, cfg.parallelism, cfg.generation.is_served
     size = servers.tensor_parallel_size if served else splits.tensor_model_parallel_size
-    started, longest = _servers(cfg), cfg.sampling.max_new_tokens
-    return name, Iteration(
+    started = len(servers.urls) or servers.replicas * max(1, cfg.cluster.server_nodes)
+    longest = cfg.sampling.max_new_tokens
+    iteration = Iteration(
         shape=case.shape,
-        gpus=case.devices.count,
-        server_gpus=started * size if served else case.devices.count,
+        gpus=gpus,
+        server_gpus=started * size if served else gpus,
         server_tensor_parallel=size,
         samples=(arm.problems_per_iteration or ASSUMED_PROBLEMS) * cfg.sampling.samples_per_prompt,
         prompt=max(1, min(memory.ASSUMED_PROMPT, cfg.model.seq_length - longest)),
@@ -311,23 +302,9 @@ def explored_iteration(case: Case) -> tuple[str, Iteration] | None:
         in_process=not served,
         overlapped=cfg.generation.one_step_off,
     )
-
-
-def _servers(cfg: RunConfig) -> int:
-    """The number of servers of the whole run."""
-    servers = cfg.generation.servers
-    return len(servers.urls) or servers.replicas * max(1, cfg.cluster.server_nodes)
-
-
-def time(case: Case) -> str:
-    """On H100s."""
-    found = None if case.devices.cpu else explored_iteration(case)
-    if found is None:
-        return ""
-    name, iteration = found
-    times, served, size = iteration_times(iteration), not iteration.in_process, iteration.server_tensor_parallel
+    times = iteration_times(iteration)
     if math.isinf(times.generation):
-        sizes = (size * 2**power for power in range(7))
+        sizes = (size * 2**power for power in range(6))
         alone = (replace(iteration, server_gpus=larger, server_tensor_parallel=larger) for larger in sizes)
         larger = next((one.server_gpus for one in alone if math.isfinite(generation_seconds(one))), 64)
         raise UserError(
@@ -340,7 +317,7 @@ def time(case: Case) -> str:
     return (
         f"an iteration of {name} on H100s: about {times.total:,.0f} s ({shown})\n"
         f"for {iteration.samples:,} responses of {iteration.response:,} tokens on average and {iteration.longest:,} at "
-        f"most, generated {f'by {_servers(case.cfg)} servers' if served else 'in process'} (docs/models.md)\n"
+        f"most, generated {f'by {started} servers' if served else 'in process'} (docs/models.md)\n"
     )
 
 

@@ -42,12 +42,10 @@ from nemo_edo.utils.files import replacing
 from nemo_edo.utils.ranks import variables_of_torchrun
 
 WIDTH = 42
-WAIT_S = 600.0
-"""How long a rank waits for others, whose checks may hang until their limits."""
+WAIT_S = 600.0  # how long a rank waits for others, whose checks may hang until their limits
 IMPORTS_LIMIT_S = 120.0
 UNHEALTHY = 4
-START_LIMIT_S = 300.0
-"""How long the first process to start waits for the last one: a node may have to load the container's image."""
+START_LIMIT_S = 300.0  # for the last process of a job to start: a node may have to load the container's image
 
 
 def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] = CHECKS) -> bool:

@@ -25,8 +25,7 @@ from nemo_edo.config.shipped import shipped_config_dir
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 NOT_GIVEN = "(not given)"
-JOB = "job"
-"""The key that says which job a config is for, where it is not a run's."""
+JOB = "job"  # the key that says which job a config is for, where it is not a run's
 JOBS = {None: RunConfig, "reward_model": RewardModelRunConfig, "score": ScoreConfig}
 
 

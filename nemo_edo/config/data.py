@@ -179,7 +179,6 @@ verdict: correct
 or
 
 verdict: incorrect"""
-PLACEHOLDERS = ("{question}", "{reference}", "{answer}", "{response}")
 
 
 @dataclass

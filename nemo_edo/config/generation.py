@@ -20,9 +20,6 @@ from nemo_edo.config.checks import (
 IN_PROCESS = "megatron"
 AUTO = "auto"
 PLAIN = "openai"
-BACKENDS = (IN_PROCESS, "vllm", "trtllm", PLAIN)
-TRANSPORTS = ("disk", "nccl")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
@@ -95,7 +92,7 @@ class ServersConfig(Section):
 class RefitConfig(Section):
     """The refit of servers. In process there is none: engine and trainer share the weights."""
 
-    transport: Annotated[str, one_of(*TRANSPORTS)] = "disk"
+    transport: Annotated[str, one_of("disk", "nccl")] = "disk"
     """disk: a folder of safetensors files that the servers read again; nccl: from GPU to GPU, through vLLM's weight
     transfer."""
     folder: Optional[str] = None
@@ -120,7 +117,7 @@ class RefitConfig(Section):
 
 @dataclass
 class GenerationConfig(Section):
-    backend: Annotated[str, one_of(*BACKENDS)] = IN_PROCESS
+    backend: Annotated[str, one_of(IN_PROCESS, "vllm", "trtllm", PLAIN)] = IN_PROCESS
     """megatron: in the trainer's own process. vllm, trtllm: servers (``generation.servers``). openai: any endpoint of
     OpenAI's API at servers.urls, for what needs no log-probabilities: evaluation and search of a model."""
     max_batch_size: Union[int, str] = AUTO
@@ -161,14 +158,13 @@ class GenerationConfig(Section):
         yield from self.only_if(apart, asleep, "one_step_off")
         one_gpu = "with generation.placement shared: NCCL refuses two processes on one GPU"
         yield from self.only_if(apart, one_gpu, "refit.transport")
-        if self.backend == "trtllm":
-            with_it = "with generation.backend trtllm"
-            host = f"a loopback address {with_it}: its server asks for no key"
-            yield self.servers.host in LOOPBACK, "servers.host", host
-            yield from self.only_if(False, f"{with_it}: it computes in the model folder's data type", "servers.dtype")
-            yield from self.only_if(False, with_it, "placement", "refit.transport", "refit.lora")
-            restarted = f"{with_it}: its servers take new weights by a restart, so the run starts them"
-            yield from self.only_if(False, restarted, "servers.urls")
+        other, with_it = self.backend != "trtllm", "with generation.backend trtllm"
+        host = f"a loopback address {with_it}: its server asks for no key"
+        yield other or self.servers.host in ("127.0.0.1", "localhost", "::1"), "servers.host", host
+        yield from self.only_if(other, f"{with_it}: it computes in the model folder's data type", "servers.dtype")
+        yield from self.only_if(other, with_it, "placement", "refit.transport", "refit.lora")
+        restarted = f"{with_it}: its servers take new weights by a restart, so the run starts them"
+        yield from self.only_if(other, restarted, "servers.urls")
 
     @property
     def is_served(self) -> bool:

@@ -25,7 +25,6 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k1+", "k3+")
 AGGREGATIONS = ("seq-mean-token-mean", "token-mean", "seq-mean-token-sum-norm")
 SAMPLER_CORRECTIONS = ("none", "tis", "icepop", "sequence-mask")
 CONTROLLERS = ("entropy", "gradient-share")
-SCHEDULES = ("constant", "linear", "cosine", "warmup-hold-decay", *CONTROLLERS)
 PAPER_ALPHA = 1e-3
 Weight = Annotated[float, at_least(0, ": the term's sign is in the loss")]
 
@@ -163,7 +162,7 @@ class ScheduleConfig(Section):
     """How the exploration weight changes over optimizer steps (``losses.build_schedule``). The configured weight is
     the schedule's peak, or a controller's start."""
 
-    kind: Annotated[str, one_of(*SCHEDULES)] = "constant"
+    kind: Annotated[str, one_of("constant", "linear", "cosine", "warmup-hold-decay", *CONTROLLERS)] = "constant"
     """constant; linear, cosine or warmup-hold-decay in steps; entropy: a controller that raises the weight while the
     entropy is under a target; gradient-share: one that keeps the term's gradient norm at a share of the task's."""
     steps: int = 0

@@ -20,8 +20,7 @@ from nemo_edo.config.checks import (
 )
 from nemo_edo.config.generation import ServersConfig
 
-REWARD_MODEL, SCORE = "reward_model", "score"
-"""Values of the key ``job``, which a run's config lacks."""
+REWARD_MODEL, SCORE = "reward_model", "score"  # values of the key ``job``, which a run's config lacks
 BY_ANSWER, ARITHMETIC = "answer", "arithmetic"
 DTYPES = ("auto", "float32", "bfloat16")
 

@@ -25,10 +25,8 @@ from nemo_edo.config.parallelism import ClusterConfig, LoRAConfig, ParallelismCo
 from nemo_edo.config.reward_model import SearchLLMConfig
 from nemo_edo.config.training import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, SFTConfig
 
-ALGORITHMS = ("grpo", "idpo")
-"""The algorithms that an arm can have."""
-SFT, NONE = "sft", "none"
-"""The algorithms of runs without arms: the supervised training alone, and no training at all."""
+ALGORITHMS = ("grpo", "idpo")  # the algorithms that an arm can have
+SFT, NONE = "sft", "none"  # the algorithms of runs without arms: the supervised training alone, and no training at all
 FUSED_FROM_LOGITS = 2**26
 """Logits of a forward pass on a rank from which model.loss_head auto fuses: 256 MiB in fp32. Below, memory does not ask
 for it, and the fused head's fourth matrix product is pure cost (docs/performance.md)."""
@@ -276,9 +274,7 @@ class RunConfig(Section):
         backend, sampling = self.generation.backend, self.sampling
         splits = ("parallelism.context_parallel_size", "parallelism.expert_model_parallel_size")
         yield from self.only_if(backend != IN_PROCESS, f"with generation.backend {IN_PROCESS}", *splits)
-        plain = (
-            f"none with generation.backend {PLAIN}: such an endpoint returns no log-probabilities, which training needs"
-        )
+        plain = f"none with generation.backend {PLAIN}: it returns no log-probabilities, which training needs"
         yield backend != PLAIN or self.algorithm == NONE, "algorithm", plain
         whole = "with generation.routing_replay: a pipeline stage knows only its layers' experts"
         yield from self.only_if(not self.generation.routing_replay, whole, "parallelism.pipeline_model_parallel_size")
@@ -325,8 +321,7 @@ class RunConfig(Section):
         require(buffer is None or buffer <= limit, f"{section}.overlong_buffer", buffer, expected)
 
 
-PLAIN_LABELS = ("GRPO", "ETO")
-"""Arms without exploration or another change: what the others are compared with."""
+PLAIN_LABELS = ("GRPO", "ETO")  # arms without exploration or another change: what the others are compared with
 REPLICATE = "replicate"
 """The name of the arm that ``replicate_baseline`` adds: the baseline, trained again with another seed."""
 REPLICATE_SEED_DISTANCE = 10**9
@@ -349,29 +344,22 @@ def arm_label(settings: LoopConfig) -> str:
     plain, exploring = ("ETO", "ED-iDPO") if isinstance(settings, IDPOConfig) else ("GRPO", "ED-GRPO")
     parts = [plain]
     if settings.exploration_weight:
-        strength = (
-            f"α={settings.effective_alpha:g}"
-            if settings.effective_alpha is not None
-            else f"αβ={settings.exploration_coefficient:g}"
-        )
-        parts = [f"{exploring} {strength}"]
+        alpha, coefficient = settings.effective_alpha, settings.exploration_coefficient
+        parts = [f"{exploring} α={alpha:g}" if alpha is not None else f"{exploring} αβ={coefficient:g}"]
         if settings.log_ratio_floor is not None:
             parts.append(f"floor {settings.log_ratio_floor:g}")
-    if settings.exploration_weight and settings.schedule.kind != "constant":
-        parts.append(f"{settings.schedule.kind} schedule")
-    return ", ".join(parts + (_baseline_labels(settings) if isinstance(settings, GRPOConfig) else []))
-
-
-def _baseline_labels(settings: GRPOConfig) -> list[str]:
-    """How a GRPO arm differs from GRPO, exploration aside; variants of the term only if it explores."""
-    labels = {
-        "pure noise": settings.exploration_weight and settings.exploration_control == "noise",
-        "redundancy-weighted": settings.exploration_weight and settings.redundancy_weighted,
-        "without zero-advantage groups": settings.exploration_weight and not settings.explore_uninformative_groups,
-        "solved groups only": settings.exploration_weight and settings.explore_solved_groups_only,
-        f"on samples of the {settings.exploration_samples} policy": settings.exploration_weight
-        and settings.exploration_samples != "own",
-        f"first {settings.exploration_tokens} tokens": settings.exploration_weight and settings.exploration_tokens,
+        if settings.schedule.kind != "constant":
+            parts.append(f"{settings.schedule.kind} schedule")
+    if not isinstance(settings, GRPOConfig):
+        return ", ".join(parts)
+    explores, samples = settings.exploration_weight, settings.exploration_samples
+    labels = {  # variants of the term only where it explores, then how the arm differs from GRPO otherwise
+        "pure noise": explores and settings.exploration_control == "noise",
+        "redundancy-weighted": explores and settings.redundancy_weighted,
+        "without zero-advantage groups": explores and not settings.explore_uninformative_groups,
+        "solved groups only": explores and settings.explore_solved_groups_only,
+        f"on samples of the {samples} policy": explores and samples != "own",
+        f"first {settings.exploration_tokens} tokens": explores and settings.exploration_tokens,
         f"entropy bonus {settings.entropy_coefficient:g}": settings.entropy_coefficient,
         settings.covariance_control: settings.covariance_control != "none",
         f"pass@{settings.pass_k}": settings.pass_k,
@@ -380,4 +368,4 @@ def _baseline_labels(settings: GRPOConfig) -> list[str]:
         settings.surrogate: settings.surrogate != "clip",
         "sequence ratios": settings.importance_sampling_level == "sequence",
     }
-    return [label for label, present in labels.items() if present]
+    return ", ".join(parts + [label for label, present in labels.items() if present])
