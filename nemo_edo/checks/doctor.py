@@ -21,8 +21,7 @@ from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, Pre
 from nemo_edo.config.compose import NOT_GIVEN, arm_configs, compose_incomplete
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape
-from nemo_edo.data.model_folder import find_model
-from nemo_edo.data.model_weights import weight_files
+from nemo_edo.data.model_folder import find_model, weight_files
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import estimate_bytes, free_bytes
 from nemo_edo.utils import host_memory
@@ -341,8 +340,7 @@ def end_tokens(case: Case) -> str:
     path = case.cfg.model.path
     if path is None or not (Path(path) / "tokenizer_config.json").is_file():
         return ""
-    from nemo_edo.data.stop_tokens import read_stop_tokens
-    from nemo_edo.data.tokenizer import load_tokenizer
+    from nemo_edo.data.tokenizer import load_tokenizer, read_stop_tokens
 
     found = read_stop_tokens(Path(path), load_tokenizer(Path(path)), case.cfg.sampling.stop_token_ids)
     return "\n".join(found.lines())

@@ -29,7 +29,6 @@ from nemo_edo.config.compose import arm_configs
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import read_fields
-from nemo_edo.data.packs import COPIES
 from nemo_edo.errors import UserError
 from nemo_edo.generation.batch_size import FP32, MOST_ON_CPU, decoding_bytes
 from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
@@ -301,6 +300,8 @@ def workloads(
     """The workload of each training by its name, or of ``EVALUATION`` if nothing is trained. gpus: of all nodes
     together, or processes on a CPU; a multiple of the model's ranks. tested: number of test problems, as far as it is
     known."""
+    from nemo_edo.data.shares import COPIES  # it imports torch
+
     ranks = gpus // cfg.parallelism.model_ranks
     columns = shape.vocab_size // cfg.parallelism.tensor_model_parallel_size
     # Tokens in the cache of a full batch. On a CPU, the responses to one prompt read it from one copy (taken as if a

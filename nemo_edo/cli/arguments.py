@@ -78,8 +78,10 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     made = {}
     for name, command in COMMANDS.items():
-        texts = {"help": command.help, "description": _sentence(command.help), "epilog": _epilog(command)}
-        made[name] = subparsers.add_parser(name, **texts, formatter_class=formatter)
+        made[name] = subparsers.add_parser(
+            name, help=command.help, description=_sentence(command.help), epilog=_epilog(command),
+            formatter_class=formatter,
+        )  # fmt: skip
         for names, settings in command.arguments:
             made[name].add_argument(*names, **settings)
     return parser, made
