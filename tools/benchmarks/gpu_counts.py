@@ -27,7 +27,12 @@ from unittest import mock
 SHAPE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "max_position_embeddings": 64}
 MODELS = {
     "Llama": ("llama", {}),
-    "Qwen3-MoE": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 64}),
+    # A token goes to all experts: how many have work, and so products, would otherwise depend on the numbers. Narrow,
+    # as Triton's interpreter is slow.
+    "Qwen3-MoE": (
+        "qwen3_moe",
+        {"hidden_size": 64, "num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
 }
 LAYERS = {"Llama": 32, "Qwen3-MoE": 48}
 """Of Llama-3-8B and Qwen3-30B-A3B."""
@@ -412,30 +417,43 @@ def main() -> None:
     options = parser.parse_args()
     from helpers.worker_pool import WorkerPool
 
-    trained, decoded, split = {}, {}, {}
-    with tempfile.TemporaryDirectory() as folder, WorkerPool(1, environment={}) as one:
-        for model, layers in LAYERS.items():
-            few = {number: Path(folder) / f"{model}{number}" for number in (2, 4)}
-            for number, path in few.items():
-                one.run("gpu_counts:write_model", folder=path, name=model, layers=number)
-            name = f"{model}, {layers} layers"
-            for counted, case, how in ((trained, "training", {"parallelism": {}}), (decoded, "decoding", {"rows": 4})):
-                print(name, case, file=sys.stderr, flush=True)
-                found = {number: one.run(f"gpu_counts:{case}", folder=path, **how)[0] for number, path in few.items()}
-                counted[name] = of_layers(found, layers)
+    split, trained, decoded = {}, {}, {}
+    with tempfile.TemporaryDirectory() as folder:
         with WorkerPool(2, environment={}) as two:
+            [path, _] = two.run("gpu_counts:write_model", folder=Path(folder), name="Llama", layers=2)
             for layout, parallelism in LAYOUTS.items():
-                how = {"folder": Path(folder) / "Llama4", "parallelism": parallelism}
-                split[layout] = two.run("gpu_counts:training", **how)[0]
-    lines = training_tables(trained) + collectives_table(split) + decoding_table(decoded)
-    if options.into is None:
+                split[layout] = two.run("gpu_counts:training", folder=path, parallelism=parallelism)[0]
+        with WorkerPool(1, environment={}) as one:
+            for model, layers in LAYERS.items():
+                name = f"{model}, {layers} layers"
+                trained[name], decoded[name] = of_model(one, Path(folder) / model, model, layers)
+                lines = training_tables(trained) + collectives_table(split) + decoding_table(decoded)
+                write(lines, options.into)
+
+
+def of_model(one, folder: Path, model: str, layers: int) -> list[dict]:
+    """The results of ``training`` and of ``decoding``. one: a pool of one process."""
+    few = {
+        number: one.run("gpu_counts:write_model", folder=folder / str(number), name=model, layers=number)[0]
+        for number in (2, 4)
+    }
+    results = []
+    for case, how in (("training", {"parallelism": {}}), ("decoding", {"rows": 4})):
+        print(f"{model}: {case}", file=sys.stderr, flush=True)
+        found = {number: one.run(f"gpu_counts:{case}", folder=path, **how)[0] for number, path in few.items()}
+        results.append(of_layers(found, layers))
+    return results
+
+
+def write(lines: list[str], into: Path | None) -> None:
+    if into is None:
         print("\n".join(lines))
         return
-    before, _, rest = options.into.read_text().partition(MARKS[0])
+    before, _, rest = into.read_text().partition(MARKS[0])
     _, mark, after = rest.partition(MARKS[1])
     if not mark:
-        raise SystemExit(f"{options.into} lacks a line {' or '.join(MARKS)}")
-    options.into.write_text(f"{before}{MARKS[0]}\n\n" + "\n".join(lines) + f"\n{MARKS[1]}{after}")
+        raise SystemExit(f"{into} lacks a line {' or '.join(MARKS)}")
+    into.write_text(f"{before}{MARKS[0]}\n\n" + "\n".join(lines) + f"\n{MARKS[1]}{after}")
 
 
 if __name__ == "__main__":
