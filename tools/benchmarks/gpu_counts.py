@@ -418,17 +418,15 @@ def main() -> None:
     from helpers.worker_pool import WorkerPool
 
     split, trained, decoded = {}, {}, {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, WorkerPool(1, environment={}) as one:
+        [path] = one.run("gpu_counts:write_model", folder=Path(folder) / "split", name="Llama", layers=2)
         with WorkerPool(2, environment={}) as two:
-            [path, _] = two.run("gpu_counts:write_model", folder=Path(folder), name="Llama", layers=2)
             for layout, parallelism in LAYOUTS.items():
                 split[layout] = two.run("gpu_counts:training", folder=path, parallelism=parallelism)[0]
-        with WorkerPool(1, environment={}) as one:
-            for model, layers in LAYERS.items():
-                name = f"{model}, {layers} layers"
-                trained[name], decoded[name] = of_model(one, Path(folder) / model, model, layers)
-                lines = training_tables(trained) + collectives_table(split) + decoding_table(decoded)
-                write(lines, options.into)
+        for model, layers in LAYERS.items():
+            name = f"{model}, {layers} layers"
+            trained[name], decoded[name] = of_model(one, Path(folder) / model, model, layers)
+            write(training_tables(trained) + collectives_table(split) + decoding_table(decoded), options.into)
 
 
 def of_model(one, folder: Path, model: str, layers: int) -> list[dict]:
