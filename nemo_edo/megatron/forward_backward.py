@@ -221,7 +221,7 @@ def _reduce_metrics(stored: list[dict[str, Tensor]], device: torch.device) -> di
     """Adds sums and counts over micro-batches and data-parallel ranks; every pipeline stage receives them."""
     group, nothing = parallel_state.get_data_parallel_group(), torch.zeros(2, dtype=torch.float64, device=device)
     names = sorted({name for micro in stored for name in micro})
-    if group.size() > 1 or parallel_state.get_pipeline_model_parallel_world_size() > 1:
+    if torch.distributed.get_world_size() > 1:
         # The names in any micro-batch of any rank: a rank whose rows are all padding has none.
         found: list[list[str]] = [[]] * group.size()
         torch.distributed.all_gather_object(found, names, group=group)
