@@ -407,10 +407,10 @@ const std::set<std::string> WAIT_FOR_DATA = {
     "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount",
     "aten::equal", "aten::is_nonzero", "aten::allclose", "aten::multinomial"};
 
-// Of an index: a mask is looked for its places, which the host waits for, unless one number is put there; an index on
-// the CPU is copied.
+// Of values that are put at an index: a mask is looked for its places, which the host waits for, unless one number is
+// put there; an index on the CPU is copied. Reading at an index asks for both in operators of their own.
 void count_indices(const std::string& name, c10::ArrayRef<c10::IValue> arguments) {
-  const bool fills = arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().numel() == 1;
+  const bool fills = arguments[2].toTensor().numel() == 1;
   for (const std::optional<Tensor>& each : arguments[1].toOptionalTensorList()) {
     if (!each || !each->defined()) continue;
     const bool is_mask = each->scalar_type() == at::kBool || each->scalar_type() == at::kByte;
@@ -429,7 +429,7 @@ void count_operator(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> ar
   const std::string& name = op.operator_name().name;
   count_launch(name);
   if (WAIT_FOR_DATA.count(name)) count_synchronization(name);
-  if (arguments.size() > 1 && arguments[1].isOptionalTensorList()) count_indices(name, arguments);
+  if (name == "aten::_index_put_impl_") count_indices(name, arguments);
 }
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
