@@ -219,7 +219,8 @@ def token_mean(values_BT: Tensor, valid_BT: Tensor) -> LossTerm:
 
 def token_means(metrics: Mapping[str, Tensor], valid_BT: Tensor) -> dict[str, LossTerm]:
     """``token_mean`` of each, with a few kernels for all of them."""
-    reduction, means = Reduction(valid_BT, "token-mean"), {}
+    reduction = Reduction(valid_BT, "token-mean")
+    means: dict[str, LossTerm] = {}
     for dtype in dict.fromkeys(values.dtype for values in metrics.values()):
         names = [name for name, values in metrics.items() if values.dtype == dtype]
         means |= dict(zip(names, reduction.each([metrics[name].detach() for name in names]), strict=True))
