@@ -146,10 +146,11 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     data = [] if cfg.data.source is not None else [cfg.data.train or cfg.data.test, cfg.data.test]
     files_are_here = all(path is not None and Path(path).exists() for path in [cfg.model.path, *data])
     if files_are_here and not any(key.startswith("data.") for key in missing):
-        from nemo_edo.run.inputs import read_sizes
+        from nemo_edo.run.inputs import load_checked_data
 
         # A judge may be started with the run.
-        longest, train, test = read_sizes(given, scores=cfg.rewards.verifier != "judge")
+        found = load_checked_data(given, scores=cfg.rewards.verifier != "judge")
+        longest, train, test = found.seq_length, len(found.train), len(found.test)
     if cfg.has_arms and math.isfinite(train):
         from nemo_edo.algorithms.plan import require_several_steps  # imports torch
 
@@ -167,12 +168,12 @@ def _check_folder(cfg: RunConfig) -> None:
     """Raises UserError for a model folder that a run would refuse."""
     from nemo_edo.run import inputs
 
-    if cfg.algorithm == NONE and cfg.generation.is_served:
-        inputs.check_served_model(cfg)
-    elif installed(WITHOUT_DEPENDENCIES):
+    served = cfg.algorithm == NONE and cfg.generation.is_served
+    if not served and installed(WITHOUT_DEPENDENCIES):
         from nemo_edo.megatron import platform
 
         platform.enter()
+    if served or installed(WITHOUT_DEPENDENCIES):
         inputs.check_model(cfg)
 
 

@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ POLL_SECONDS = 0.1
 WAIT_SECONDS = 1.0
 """How often cells are looked at that wait for a warm-up, or that another command trains."""
 LOGS, CLAIMS = "logs", "claims"
+LAST_BYTES = 8192
+"""The part of a cell's log in which its last line is looked for."""
+_OF_A_RUN = re.compile(r"^\[\d+/\d+\] .*", re.MULTILINE)
+_OF_AN_EVALUATION = re.compile(r"^\[\d+/\d+\] (\S+) after \d+: (.*)", re.MULTILINE)
 AFTER_THE_WARM_UP = {
     *("name", "output_dir", "experiment", "algorithm", "grpo", "idpo", "arms", "replicate_baseline", "train"),
     *("search", "checkpoint", "early_stop", "profile", "cluster", "exp_manager", "allow_changed"),
@@ -132,16 +136,14 @@ class FailedCell:
     log: Path
 
 
-def run_grid(grid: Grid, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print) -> list[FailedCell]:
+def run_grid(grid: Grid, *, jobs: int = 1, processes: int = 1) -> list[FailedCell]:
     """Trains the cells that are left, ``jobs`` at a time, and returns those that failed. processes: of torchrun, each.
 
     A failure stops no other cell. Raises RunStopped where this process is stopped (SIGTERM, or Ctrl-C): the cells in
     training are asked to stop and waited for, and the same command resumes from there.
     """
     (grid.folder / LOGS).mkdir(parents=True, exist_ok=True)
-    left = grid.left()
-    finished = sum(cell not in left for cell in grid.cells)
-    runner = _Runner(grid, left, jobs, processes, GridConsole(finished + len(left), finished, jobs, say))
+    runner = _Runner(grid, jobs, processes)
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # both stops raise KeyboardInterrupt
     try:
         runner.run()
@@ -159,31 +161,41 @@ class _Training:
 
     cell: Cell
     process: subprocess.Popen
+    begun: float
     lock: OwnedFile
     warm_up_lock: OwnedFile | None
     """Held until the warm-up that this cell trains is finished."""
 
 
-@dataclass
 class _Runner:
-    grid: Grid
-    waiting: list[Cell]
-    jobs: int
-    processes: int
-    console: GridConsole
-    running: list[_Training] = field(default_factory=list)
-    failures: list[FailedCell] = field(default_factory=list)
+    """Prints a line where a cell starts and one where it ends, with its last numbers and the time left; on a terminal
+    also the last line of each cell in progress."""
+
+    def __init__(self, grid: Grid, jobs: int, processes: int) -> None:
+        self.grid, self.jobs, self.processes = grid, jobs, processes
+        self.waiting = grid.left()
+        self.finished = sum(cell not in self.waiting for cell in grid.cells)
+        """Cells that finished earlier."""
+        self.total = self.finished + len(self.waiting)
+        self.running: list[_Training] = []
+        self.failures: list[FailedCell] = []
+        self.durations: list[float] = []
+        self.line = StatusLine()
 
     def run(self) -> None:
+        if self.finished:
+            print(f"{self.finished} of {self.total} runs finished earlier", flush=True)
         blocked, looked = self._start_cells(), time.monotonic()
         while self.running or blocked:
             time.sleep(POLL_SECONDS)
-            self.console.look()
             if self._note_ends() or time.monotonic() - looked >= WAIT_SECONDS:
                 blocked, looked = self._start_cells(), time.monotonic()
+                if self.line.is_possible:
+                    ends = {one.cell.name: _OF_A_RUN.findall(_end_of(self.grid.log(one.cell))) for one in self.running}
+                    self.line.show("\n".join(f"{name}: {(end or ['starting'])[-1]}" for name, end in ends.items()))
 
     def close(self) -> None:
-        self.console.close()
+        self.line.close()
         for training in self.running:
             training.process.terminate()
         for training in self.running:
@@ -202,7 +214,7 @@ class _Runner:
                 self.waiting.remove(cell)
                 lock.close()
                 continue
-            folder, donor, warm_up_lock = self.grid.run_folder(cell), None, None
+            folder, log, shared, warm_up_lock = self.grid.run_folder(cell), self.grid.log(cell), "", None
             if cell.warm_up is not None and START not in folder.journal():
                 warm_up_lock = hold(locks / f"warm-up {cell.warm_up}.lock")
                 if warm_up_lock is None:
@@ -215,17 +227,19 @@ class _Runner:
                     donor, source = next(kept, (None, None))
                     if donor is not None:
                         adopt_warm_up(source, folder, cell.config)
+                        shared = f", with the warm-up of {donor.name}"
             environment = dict(os.environ)
             if self.jobs > 1:  # otherwise each process would start a thread on every core
                 threads = max(1, len(os.sched_getaffinity(0)) // (self.jobs * self.processes))
                 environment.setdefault("OMP_NUM_THREADS", str(threads))
-            with self.grid.log(cell).open("a", encoding="utf-8") as log:
-                streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+            with log.open("a", encoding="utf-8") as out:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
                 ends = partial(end_with, os.getpid())  # where this command is killed, its locks end, too
                 process = subprocess.Popen(cell.command(self.processes), env=environment, preexec_fn=ends, **streams)
-            self.console.started(cell.name, self.grid.log(cell), donor and donor.name)
-            self.running.append(_Training(cell, process, lock, warm_up_lock))
+            self.running.append(_Training(cell, process, time.monotonic(), lock, warm_up_lock))
             self.waiting.remove(cell)
+            place = self.finished + len(self.durations) + len(self.running)
+            print(f"[{place}/{self.total}] {cell.name}{shared}: see {log}", flush=True)
         return bool(busy)
 
     def _note_ends(self) -> bool:
@@ -237,17 +251,33 @@ class _Runner:
             if status is not None:
                 news = True
                 self.running.remove(training)
+                self.durations.append(time.monotonic() - training.begun)
                 after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+                log = self.grid.log(cell)
                 if not self.grid.record(cell, status, cpu_seconds):
-                    self.failures.append(FailedCell(cell, status, self.grid.log(cell)))
-                self.console.ended(cell.name, status)
+                    self.failures.append(FailedCell(cell, status, log))
+                outcome = f"failed with status {status}" if status else "finished"
+                parts = [f"{cell.name}: {outcome} after {self.durations[-1] / 60:.1f} min"]
+                means = dict(_OF_AN_EVALUATION.findall(_end_of(log)))
+                if means and not status:
+                    parts.append(" ".join(list(means.items())[-1]))
+                if left := self.total - self.finished - len(self.durations):
+                    mean = sum(self.durations) / len(self.durations)
+                    parts.append(f"{left} left, ~{clock_time(mean * left / min(self.jobs, left))}")
+                print("; ".join(parts), flush=True)
                 training.lock.close()
             if training.warm_up_lock and (status is not None or START in self.grid.run_folder(cell).journal()):
                 news = True
                 training.warm_up_lock.close()
                 training.warm_up_lock = None
         return news
+
+
+def _end_of(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(log.stat().st_size - LAST_BYTES, 0))
+        return file.read().decode(errors="replace")
 
 
 def hold(path: Path, *, wait: bool = False) -> OwnedFile | None:
@@ -294,63 +324,3 @@ def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
     new.write_json(JOURNAL, journal)
     (new.path / CONFIG).write_text(config, encoding="utf-8")
     new.path.rename(target.path)
-
-
-LAST_BYTES = 8192
-"""The part of a cell's log in which its last line is looked for."""
-LOOKED_AT_EVERY_S = 1.0
-Clock = Callable[[], float]
-_OF_A_RUN = re.compile(r"^\[\d+/\d+\] .*", re.MULTILINE)
-_OF_AN_EVALUATION = re.compile(r"^\[\d+/\d+\] (\S+) after \d+: (.*)", re.MULTILINE)
-
-
-class GridConsole:
-    """The lines of a grid of ``total`` cells, ``jobs`` of them at a time, after those that finished earlier."""
-
-    def __init__(
-        self, total: int, finished: int, jobs: int, say: Callable[[str], None], clock: Clock = time.monotonic
-    ) -> None:
-        self.total, self.finished, self.jobs, self.say, self.clock = total, finished, jobs, say, clock
-        self._running: dict[str, tuple[Path, float]] = {}  # cell -> its log, and when it started
-        self._durations: list[float] = []
-        self._line, self._looked = StatusLine(), 0.0
-        if finished:
-            say(f"{finished} of {total} runs finished earlier")
-
-    def started(self, name: str, log: Path, donor: str | None) -> None:
-        """donor: the cell whose warm-up it has."""
-        self._running[name] = log, self.clock()
-        shared = f", with the warm-up of {donor}" if donor else ""
-        place = self.finished + len(self._durations) + len(self._running)
-        self.say(f"[{place}/{self.total}] {name}{shared}: see {log}")
-
-    def ended(self, name: str, status: int) -> None:
-        log, begun = self._running.pop(name)
-        self._durations.append(self.clock() - begun)
-        outcome = f"failed with status {status}" if status else "finished"
-        numbers = [f"{arm} {means}" for arm, means in dict(_OF_AN_EVALUATION.findall(_end_of(log))).items()]
-        parts = [f"{name}: {outcome} after {self._durations[-1] / 60:.1f} min", *([] if status else numbers[-1:])]
-        left = self.total - self.finished - len(self._durations)
-        if left:
-            mean = sum(self._durations) / len(self._durations)
-            parts.append(f"{left} left, ~{clock_time(mean * left / min(self.jobs, left))}")
-        self.say("; ".join(parts))
-
-    def look(self) -> None:
-        """Draws the last line of each cell in progress; often called, it looks once a second."""
-        if self.clock() - self._looked < LOOKED_AT_EVERY_S or not self._line.is_possible:
-            return
-        self._looked = self.clock()
-        last = {name: _OF_A_RUN.findall(_end_of(log)) for name, (log, _) in self._running.items()}
-        self._line.show("\n".join(f"{name}: {(lines or ['starting'])[-1]}" for name, lines in last.items()))
-
-    def close(self) -> None:
-        self._line.close()
-
-
-def _end_of(log: Path) -> str:
-    if not log.is_file():
-        return ""
-    with log.open("rb") as file:
-        file.seek(max(log.stat().st_size - LAST_BYTES, 0))
-        return file.read().decode(errors="replace")

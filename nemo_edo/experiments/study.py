@@ -22,7 +22,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import product
 from pathlib import Path
@@ -208,12 +208,12 @@ def _commit(folder: RunFolder) -> str:
     return folder.read_json("summary.json")["commit"] or ""
 
 
-def run_study(study: Study, *, jobs: int = 1, say: Callable[[str], None] = print) -> list[FailedCell]:
+def run_study(study: Study, *, jobs: int = 1) -> list[FailedCell]:
     """Trains the cells that are left, and returns those that failed. Raises as ``run_grid`` and ``Study.check`` do,
     the latter before the first cell begins."""
     study.check()
-    say(f"{_progress(study)}; {len(study.unfinished())} are left")
-    return run_grid(study, jobs=jobs, say=say)
+    print(f"{_progress(study)}; {len(study.unfinished())} are left", flush=True)
+    return run_grid(study, jobs=jobs)
 
 
 def _progress(study: Study) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -66,12 +66,10 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
     return sweep
 
 
-def run_sweep(
-    sweep: Sweep, *, jobs: int = 1, processes: int = 1, say: Callable[[str], None] = print
-) -> list[FailedCell]:
+def run_sweep(sweep: Sweep, *, jobs: int = 1, processes: int = 1) -> list[FailedCell]:
     """``run_grid``, with the sweep's list of its runs."""
     write_members(sweep)
-    return run_grid(sweep, jobs=jobs, processes=processes, say=say)
+    return run_grid(sweep, jobs=jobs, processes=processes)
 
 
 def write_members(sweep: Sweep) -> None:

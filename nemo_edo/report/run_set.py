@@ -23,7 +23,7 @@ import xxhash
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation, require_same_problems
-from nemo_edo.utils.files import read_json, read_mapping, read_object, read_text
+from nemo_edo.utils.files import flattened, read_json, read_mapping, read_object, read_text
 
 SWEEP = "sweep.yaml"
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
@@ -335,13 +335,6 @@ def arm_settings(record: RunRecord, name: str) -> dict[str, Any]:
     known = record.arms[name]  # with alpha's default, and the coefficient whichever way it was given
     settings |= {"algorithm": algorithm, "alpha": known.alpha, "exploration_coefficient": known.exploration_weight}
     return {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT}
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def sweep_members(folder: Path) -> dict[str, list[str]]:

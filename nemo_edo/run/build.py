@@ -80,11 +80,6 @@ class RunSettings:
         return self.arms[policy].iterations if policy in self.arms else 0
 
 
-def holds_no_model(cfg: RunConfig) -> bool:
-    """Whether servers have all that is evaluated, and the run's processes need neither Megatron nor a GPU."""
-    return cfg.algorithm == NONE and cfg.generation.is_served
-
-
 class Builder:
     """Makes the parts of a run from its config, which its stages do not see."""
 
@@ -97,7 +92,8 @@ class Builder:
 
     @property
     def holds_no_model(self) -> bool:
-        return holds_no_model(self._cfg)
+        """Whether servers have all that is evaluated, and the run's processes need neither Megatron nor a GPU."""
+        return self._cfg.algorithm == NONE and self._cfg.generation.is_served
 
     def close(self) -> None:
         if self._comparison is not None:

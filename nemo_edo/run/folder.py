@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from nemo_edo.errors import CANNOT_WRITE, RESTORE, DamagedFile, UserError
 from nemo_edo.evaluation.results import BEST, START, Evaluation
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.utils.files import (
+    flattened,
     json_text,
     read_json,
     read_mapping,
@@ -100,12 +102,9 @@ class RunFolder:
         return sorted(int(path.stem.removeprefix("iter_")) for path in found)
 
     def evaluated(self, arm: str, kind: str) -> Path:
-        """The responses of the arm's evaluations, of one of ``evaluation.results.kinds``."""
+        """The responses of the arm's evaluations, of one of ``evaluation.results.kinds``; those of an evaluation that
+        is to replace the arm's are in KIND.new until it is complete."""
         return self.path / "evaluations" / arm / kind
-
-    def evaluated_anew(self, arm: str, kind: str) -> Path:
-        """The responses of an evaluation that is to replace the arm's, until it is complete."""
-        return self.path / "evaluations" / arm / f"{kind}.new"
 
     def scores(self, arm: str, name: str) -> Path:
         """The scores that a reward model of that name gave to the responses of the arm's evaluations."""
@@ -134,7 +133,9 @@ class RunFolder:
         settings that may change."""
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; choose another name=...")
-        if self._is_new():
+        # What a process leaves that is killed before it writes the config, and a job puts there before the run begins.
+        leftover = {LOCK, LAUNCH, temporary_name(self.path / CONFIG).name}
+        if not self.path.exists() or {path.name for path in self.path.iterdir()} <= leftover:
             return
         if not (self.path / CONFIG).is_file():
             raise UserError(
@@ -150,8 +151,8 @@ class RunFolder:
         if len(there) < len(here) and list(there) == list(here)[: len(there)]:
             raise DamagedFile(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}")
         # An earlier version's config lacks the settings that were added since: their defaults are what it did.
-        defaults = _flat(default_values(here.get("job")))
-        there, here = (defaults | _flat(config) for config in (there, here))
+        defaults = flattened(default_values(here.get("job")))
+        there, here = (defaults | flattened(config) for config in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
         fixed = SKIPPING if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ()
@@ -175,7 +176,8 @@ class RunFolder:
         if self.is_finished:
             self.take()  # so that no other process is about to do the same
             if self.is_finished:  # otherwise another has done it, and has the new folder
-                earlier = self._numbered()
+                names = (self.path.with_name(f"{self.path.name}.{number}") for number in count(1))
+                earlier = next(path for path in names if not path.exists())
                 self.path.rename(earlier)
             self.close()
         try:
@@ -225,18 +227,6 @@ class RunFolder:
             self._lock.close()
             self._lock = None
 
-    def _is_new(self) -> bool:
-        """Whether nothing is there, or only what a process leaves that is killed before it writes the config, and what
-        a job has put there before the run begins."""
-        leftover = {LOCK, LAUNCH, temporary_name(self.path / CONFIG).name}
-        return not self.path.exists() or {path.name for path in self.path.iterdir()} <= leftover
-
-    def _numbered(self) -> Path:
-        number = 1
-        while (earlier := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
-        return earlier
-
     def _take(self) -> None:
         try:
             self._lock = OwnedFile(self.path / LOCK)
@@ -278,7 +268,7 @@ class RunFolder:
             self.note("files", **added)
 
     def remove_progress(self, stage: str) -> None:
-        """Removes what the stage resumes from: a finished stage has its final checkpoint."""
+        """A finished stage has its final checkpoint."""
         shutil.rmtree(self.progress(stage), ignore_errors=True)
 
     # --- its files -------------------------------------------------------------------------------------------------
@@ -321,11 +311,3 @@ def taken(folders: Iterable[Path]) -> Iterator[None]:
                     raise
             stack.callback(folder.close)
         yield
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their full keys."""
-    flat = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat

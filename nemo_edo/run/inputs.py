@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
@@ -157,29 +157,14 @@ def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
     return find_model(cfg.model.path) if cfg.model.path is not None else run.base
 
 
-def load_checked_data(cfg: RunConfig, run: RunFolder, arms: Iterable[LoopConfig]) -> Data:
-    """The run's data before its folder is touched.
+def load_checked_data(
+    cfg: RunConfig, run: RunFolder | None = None, arms: Iterable[LoopConfig] | None = None, *, scores: bool = True
+) -> Data:
+    """The run's data before its folder is touched. scores: whether what would score the problems is tried on them.
 
-    Raises UserError for anything in the data that would stop the run later, and where the disk is too small.
-    """
-    data = _load_without_folder(cfg, run, scores=True)
-    check_space(cfg, run, data, arms)
-    return data
-
-
-def read_sizes(cfg: RunConfig, *, scores: bool = False) -> tuple[int, int, int]:
-    """Tokens of the longest sequence, and the numbers of training and test problems, before there is a run folder.
-    Raises UserError as ``load_data`` does. scores: whether what would score the problems is tried on them."""
-    data = _load_without_folder(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), scores=scores)
-    return data.seq_length, len(data.train), len(data.test)
-
-
-def seq_length(cfg: RunConfig) -> int:
-    """``model.seq_length``, or what it follows from: then all problems are read and tokenised."""
-    return read_sizes(cfg)[0] if cfg.model.seq_length is None else cfg.model.seq_length
-
-
-def _load_without_folder(cfg: RunConfig, run: RunFolder, *, scores: bool) -> Data:
+    Raises UserError for anything in the data that would stop the run later, and where the disk has no room for the
+    rollouts of all iterations of ``arms``; None: the disk is not looked at."""
+    run = run or RunFolder(Path(cfg.output_dir) / cfg.name)
     made = made_problems(cfg, run)
     with tempfile.TemporaryDirectory() as scratch:
         if cfg.model.path is None:
@@ -191,7 +176,27 @@ def _load_without_folder(cfg: RunConfig, run: RunFolder, *, scores: bool) -> Dat
             f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (the first is "
             f"{tested.source}, as {trained.source}); remove them from one of the two, or set data.allow_overlap=true"
         )
+    if arms is None:
+        return data
+
+    def size(responses: int) -> int:
+        return estimate_bytes(responses, data.longest_prompt, cfg.sampling.max_new_tokens)
+
+    evaluation = size(len(data.test) * (cfg.evaluation.samples + 1))
+    final = cfg.evaluation.rollouts * len(cfg.evaluation.temperature)
+    needed = final * evaluation  # of the start
+    for arm in arms:
+        short = arm.iterations // cfg.evaluation.every if cfg.evaluation.every else 0
+        problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
+        iteration = size(problems * cfg.sampling.samples_per_prompt)
+        needed += (short + final) * evaluation + arm.iterations * iteration
+    check_disk_space(run.path, needed)
     return data
+
+
+def seq_length(cfg: RunConfig) -> int:
+    """``model.seq_length``, or what it follows from: then all problems are read and tokenised."""
+    return cfg.model.seq_length or load_checked_data(cfg, scores=False).seq_length
 
 
 def load_data(
@@ -255,8 +260,19 @@ def load_data(
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
-    begun = _begun(cfg, noted)
-    style = _style(cfg.data, tokenizer, begun)
+    # When the run began, or the run whose rollouts it trains on: the time in its prompts, if its template writes one.
+    folders = Path(cfg.train.rollouts).absolute().parents[:2] if cfg.train.rollouts else ()
+    journals = (noted, *(RunFolder(one).journal().get("files", {}) for one in folders))
+    begun = next((datetime.fromisoformat(files["begun"]) for files in journals if "begun" in files), datetime.now())
+    style = prompt_style(
+        cfg.data.prompt,
+        cfg.data.chat_template,
+        tokenizer,
+        system_prompt=cfg.data.system_prompt,
+        kwargs=cfg.data.chat_template_kwargs,
+        kept=cfg.data.keep_special_tokens,
+        now=begun,
+    )
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
@@ -286,22 +302,6 @@ def load_data(
     )
 
 
-def _style(data: DataConfig, tokenizer: PreTrainedTokenizerBase, begun: datetime) -> PromptStyle:
-    return prompt_style(
-        data.prompt, data.chat_template, tokenizer, system_prompt=data.system_prompt, kwargs=data.chat_template_kwargs,
-        kept=data.keep_special_tokens, now=begun,
-    )  # fmt: skip
-
-
-def _begun(cfg: RunConfig, noted: Mapping[str, Any]) -> datetime:
-    """When the run began, or the run whose rollouts it trains on: the time in its prompts, if its chat template writes
-    one. noted: the run's own notes."""
-    folders = Path(cfg.train.rollouts).absolute().parents[:2] if cfg.train.rollouts else ()
-    others = (RunFolder(folder).journal().get("files", {}) for folder in folders)
-    found = next((files["begun"] for files in (noted, *others) if "begun" in files), None)
-    return datetime.now() if found is None else datetime.fromisoformat(found)
-
-
 def _problem_files(data: DataConfig, run: RunFolder, made: Container[str]) -> dict[str, Path]:
     """The files of the splits that there are; without a warm-up's, it learns from those of ``train``."""
     if data.is_built_in or data.source is not None:
@@ -329,49 +329,25 @@ def with_seq_length(cfg: RunConfig, data: Data) -> RunConfig:
 
 
 def check_model(cfg: RunConfig) -> None:
-    """Raises UserError for a model folder that cannot be trained, or whose context is shorter than the config's."""
-    if cfg.model.path is None:
-        return
-    from nemo_edo.megatron.bridge import check_model_folder
-
-    folder = find_model(cfg.model.path)
-    _check_fields(cfg, check_model_folder(folder), folder)
-
-
-def check_served_model(cfg: RunConfig) -> None:
-    """Raises UserError for a model folder whose model servers could not serve: they need its weights if the run
-    starts them, otherwise only a tokenizer and a config."""
+    """Raises UserError for a model folder that cannot be trained, or, where servers have all that is evaluated, that
+    they could not serve: they need its weights if the run starts them, otherwise only a tokenizer and a config. Also
+    for a context that is shorter than the config's."""
     if cfg.model.path is None:
         return
     folder = find_model(cfg.model.path)
-    fields = check_files(folder, weights=not cfg.generation.servers.urls)
-    if not isinstance(fields.get("vocab_size"), int):
-        raise UserError(f"{folder / 'config.json'} has no vocab_size, which responses are checked against")
-    _check_fields(cfg, fields, folder)
+    path, own_servers = folder / "config.json", cfg.generation.is_served and not cfg.generation.servers.urls
+    if cfg.algorithm == NONE and cfg.generation.is_served:
+        fields = check_files(folder, weights=own_servers)
+        if not isinstance(fields.get("vocab_size"), int):
+            raise UserError(f"{path} has no vocab_size, which responses are checked against")
+    else:
+        from nemo_edo.megatron.bridge import check_model_folder
 
-
-def _check_fields(cfg: RunConfig, fields: dict, folder: Path) -> None:
-    check_expected(cfg.model.architecture, fields, str(folder / "config.json"))
+        fields = check_model_folder(folder)
+    check_expected(cfg.model.architecture, fields, str(path))
     if cfg.model.seq_length is not None:
         check_context(folder, fields, cfg.model.seq_length, given=True)
     # Servers prefer an index to model.safetensors and, without one, load every file.
     stray = [name for name in unread_files(folder) if "safetensors" in name]
-    if cfg.generation.is_served and not cfg.generation.servers.urls and stray:
+    if own_servers and stray:
         raise UserError(f"{folder}: servers would read {', '.join(stray)}, which transformers does not; remove them")
-
-
-def check_space(cfg: RunConfig, run: RunFolder, data: Data, arms: Iterable[LoopConfig]) -> None:
-    """Raises UserError where the disk has no room for the rollouts of all arms and iterations."""
-
-    def size(responses: int) -> int:
-        return estimate_bytes(responses, data.longest_prompt, cfg.sampling.max_new_tokens)
-
-    evaluation = size(len(data.test) * (cfg.evaluation.samples + 1))
-    final = cfg.evaluation.rollouts * len(cfg.evaluation.temperature)
-    needed = final * evaluation  # of the start
-    for arm in arms:
-        short = arm.iterations // cfg.evaluation.every if cfg.evaluation.every else 0
-        problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
-        iteration = size(problems * cfg.sampling.samples_per_prompt)
-        needed += (short + final) * evaluation + arm.iterations * iteration
-    check_disk_space(run.path, needed)

@@ -20,7 +20,7 @@ from nemo_edo.evaluation.results import check_arm_names
 from nemo_edo.generation.dispatch import limit_s
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import inputs
-from nemo_edo.run.build import Builder, RunSettings, holds_no_model
+from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.folder import METRICS, TRACKED, RunFolder
@@ -216,11 +216,9 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> RunServices
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
     folder.require_unused()
-    if holds_no_model(cfg):
-        inputs.check_served_model(cfg)
-    else:
+    if not Builder(cfg, folder).holds_no_model:
         workers(stop.is_asked).call(Worker.begin, cfg.parallelism, cfg.seed, cfg.threads)  # connects the ranks
-        inputs.check_model(cfg)
+    inputs.check_model(cfg)
     Builder(cfg, folder).check_servers()
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
     data = inputs.load_checked_data(cfg, folder, arms.values())

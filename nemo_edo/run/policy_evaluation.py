@@ -82,7 +82,7 @@ def evaluate_policy(
         if anew is not None:
             # Responses at the first temperature have it in the name, so that a killed evaluation does not resume with
             # those of another temperature.
-            path = folder.evaluated_anew(arm, f"{kind}_t{first:g}" if kind == kind_at(first, config) else kind)
+            path = folder.evaluated(arm, f"{kind}_t{first:g}.new" if kind == kind_at(first, config) else f"{kind}.new")
         stores[kind] = run.store(path)
     if not final:
         config = replace(config, temperature=config.temperature[:1], tuning_problems=0)

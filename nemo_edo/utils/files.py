@@ -9,7 +9,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -147,6 +147,14 @@ def read_object(path: Path, required: Collection[str]) -> dict[str, Any]:
         if key not in record:
             raise UserError(f"{path}: {key} is missing")
     return record
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def test_test_problems_that_are_trained_on_are_counted_and_refused_unless_allowe
     message = error_of(tmp_path, *files)
     assert words.format(tmp_path, tmp_path) in message and message.endswith("or set data.allow_overlap=true")
     with pytest.raises(UserError, match="data.allow_overlap"):
-        inputs.read_sizes(config(tmp_path, *files))
+        inputs.load_checked_data(config(tmp_path, *files))
     assert len(load(tmp_path, *files, "data.allow_overlap=true").overlap) == int(words[0])
 
 

@@ -107,7 +107,7 @@ def test_a_folder_with_a_link_in_it_is_not_written_to(tmp_path: Path, name: str)
 def test_a_killed_replacement_of_evaluations_is_completed_by_whoever_takes_the_folder(tmp_path: Path):
     folder = earlier_run(tmp_path / "a")
     (folder.path / "metrics.jsonl").write_text("{}\nhalf a li")
-    new = RolloutStore(folder.evaluated_anew("grpo", "greedy"))
+    new = RolloutStore(folder.evaluated("grpo", "greedy.new"))
     new.write(0, [])
     record = {"responses": [["evaluations/grpo/greedy", "evaluations/grpo/greedy.new", 0]],
               "results": {"evaluations/grpo.json": {"arm": "grpo"}}, "metrics_bytes": 3, "lines": "{}\n"}
