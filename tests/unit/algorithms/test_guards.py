@@ -9,26 +9,20 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from nemo_edo.algorithms.guards import Guards, respond, sampler_gap_ceiling
-from nemo_edo.algorithms.plan import exploration_hazards
+from nemo_edo.algorithms.guards import Guards, respond
 from nemo_edo.algorithms.services import Position
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import (
     BoundsConfig,
     GapBoundsConfig,
-    GRPOConfig,
     GuardsConfig,
-    IDPOConfig,
-    PrecisionConfig,
     ScheduleConfig,
     SFTConfig,
 )
 from nemo_edo.errors import StoppedByGuard
-from nemo_edo.generation.sampling import choose_tokens
-from nemo_edo.losses import NotFinite, exploration_term
-from nemo_edo.types import SamplingParams, TrainingBatch
+from nemo_edo.losses import NotFinite
+from nemo_edo.types import TrainingBatch
 
 OFF = BoundsConfig()
 QUIET = {"kl": OFF, "entropy": OFF, "truncated": OFF, "reward": OFF, "sampler_gap": OFF, "stale_gap": OFF}
@@ -258,20 +252,6 @@ def test_a_gap_at_its_ceiling_stops_or_of_one_nat_where_samples_are_stale(gap, s
     assert found(alarms) == ([(f"guards.{guard}.ceiling", "stop")] if guard else [])
 
 
-@pytest.mark.parametrize(("trainer", "engine", "layers", "rounding", "wrong"), [
-    # rounding: gaps that were measured with right engines (docs/reliability.md), or the like; wrong: what has to stop
-    (PrecisionConfig("fp32"), "fp32", 30, 1e-5, 0.02), (PrecisionConfig("fp32"), "fp32", 2, 1e-5, 0.005),
-    (PrecisionConfig("bf16"), "bf16", 30, 0.05, 0.2), (PrecisionConfig("bf16"), "bf16", 2, 0.017, 0.05),
-    (PrecisionConfig("bf16"), "bf16", 80, 0.05 * (80 / 30) ** 0.5, 0.4),
-    (PrecisionConfig("fp32"), "bf16", 30, 0.05, 0.2),
-    (PrecisionConfig("bf16", fp8="hybrid"), "bf16", 30, 0.2, 0.4),
-])
-def test_the_gaps_ceiling_is_above_rounding_by_a_factor_of_2_and_below_a_wrong_engine(
-        trainer, engine, layers, rounding, wrong):
-    margin = 1 if trainer.fp8 else 2
-    assert margin * rounding < sampler_gap_ceiling(trainer, engine, layers) < wrong
-
-
 def test_samples_whose_probabilities_are_not_numbers_stop_the_run_with_the_reason(fake_iteration):
     run = fake_iteration(iterations=1, minibatch_size=2, alpha=0.0)
 
@@ -300,44 +280,3 @@ def test_the_warm_up_skips_broken_steps_too_and_stops_after_so_many(lines, new_m
     assert [line["skipped_steps"] for line in lines if line["kind"] == "sft_step"] == [0, 1, 1, 2, 3, 3]
     with pytest.raises(StoppedByGuard, match="step 4: the loss is nan"):
         learn(most=2)
-
-
-# --- exploration that cannot act ----------------------------------------------------------------------------------
-
-ONE_STEP, DROPPED = "one optimizer step for each collection", "dynamic_sampling"
-OFF_BY_BETA, K1, PAIRED = "beta is 0", "kl_estimator k1", "exploration_samples is paired"
-
-
-@pytest.mark.parametrize(("config", "steps", "expected"), [
-    (GRPOConfig(), 4, []),
-    (GRPOConfig(), 1, [ONE_STEP]),
-    (GRPOConfig(beta=0.0), 4, [OFF_BY_BETA]),
-    (GRPOConfig(beta=0.0, alpha=0.0), 1, []),
-    (GRPOConfig(beta=0.0, exploration_coefficient=0.1, dynamic_sampling=True), 1, [ONE_STEP, DROPPED]),
-    (GRPOConfig(kl_estimator="k1", beta=0.04, alpha=0.5), 4, ["beta = 0.06 and alpha = 0"]),  # does the same
-    (GRPOConfig(kl_estimator="k1", beta=0.04, exploration_samples="previous"), 1, [K1]),
-    (GRPOConfig(exploration_samples="reference", dynamic_sampling=True), 1, []),  # off-policy from the first step on
-    (GRPOConfig(kl_estimator="k1", alpha=0.0), 4, [K1]),
-    (GRPOConfig(kl_estimator="k1+"), 4, []),
-    (IDPOConfig(), 1, [ONE_STEP]),
-    (IDPOConfig(exploration_samples="paired"), 4, [PAIRED]),
-    (IDPOConfig(exploration_samples="paired", alpha=0.0), 4, []),
-])
-def test_exploration_that_cannot_act_as_configured_is_reported_and_nothing_else(config, steps, expected: list[str]):
-    told = exploration_hazards(config, steps)
-    assert len(told) == len(expected)
-    assert all(start in said for said, start in zip(told, expected, strict=True))
-    if isinstance(config, GRPOConfig) and config.exploration_samples != "own":
-        assert not any("the loss is that of GRPO" in said for said in told)
-
-
-def test_on_policy_the_terms_gradient_is_noise_for_the_whole_distribution_and_a_push_for_a_cut_one():
-    logits = torch.linspace(-2, 2, 12, requires_grad=True)
-    rows, mask = logits.detach().expand(40_000, -1), torch.ones(40_000, 1)
-    uniforms, norms = torch.rand(40_000, generator=torch.Generator().manual_seed(0)), {}
-    for top_p in (1.0, 0.9):
-        tokens, _ = choose_tokens(rows, uniforms, SamplingParams(1.0, top_p, 1))
-        logprobs = logits.log_softmax(-1)[tokens][:, None]
-        term = exploration_term(logprobs, logprobs.detach(), mask, reduction="seq-sum")
-        norms[top_p] = float(torch.autograd.grad(term.mean(), logits)[0].norm())
-    assert norms[1.0] < 0.006 and norms[0.9] > 0.03

@@ -1,22 +1,14 @@
 """What a user reads when a command's input is wrong: one message, status 2, and nothing left behind."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 from helpers.problem_files import ROWS, write_rows
-from safetensors.torch import save_file
 
-from nemo_edo.builtin_task.model import write_base_model
-from nemo_edo.config import ArithmeticConfig, ParallelismConfig
+from nemo_edo.config import ParallelismConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
-
-ARCHITECTURE = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
-                "num_key_value_heads": 2, "intermediate_size": 256, "max_position_embeddings": 128}
 
 
 class Inputs:
@@ -32,14 +24,6 @@ class Inputs:
     def train(self, *overrides: str) -> list[str]:
         return ["train",
                 "replicate_baseline=false", "name=a", f"output_dir={self.folder / 'runs'}", "sft.steps=1", *overrides]
-
-    def of_model(self, damage: Callable[[Path], object]) -> list[str]:
-        """A model folder that lacks nothing but the model's own weights, until it is damaged."""
-        model = self.folder / "model"
-        write_base_model(model, ARCHITECTURE, ArithmeticConfig())
-        save_file({"weight": torch.zeros(1)}, model / "model.safetensors")
-        damage(model)
-        return self.train(f"model.path={model}", "model.architecture=null")
 
     def of_run(self, command: str, finished: str) -> list[str]:
         """A run of two arms, killed when these arms were finished."""
@@ -62,31 +46,8 @@ def inputs(tmp_path: Path) -> Inputs:
     return Inputs(tmp_path)
 
 
-def edit_config(folder: Path, **values) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
 # In all tables {} is the test's folder, and the last column what the message has to name. test_build.py has the
-# problem files'.
-DAMAGED_MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "broken config.json": (
-        lambda model: (model / "config.json").write_text("{"), "{}/model/config.json:1: not valid JSON"),
-    "no tokenizer": (
-        lambda model: [file.unlink() for file in model.glob("*token*")], "{}/model has no tokenizer"),
-    "no weights": (
-        lambda model: (model / "model.safetensors").unlink(), "{}/model has neither model.safetensors nor"),
-    "weights cut short": (
-        lambda model: (model / "model.safetensors").write_text("version https://git-lfs.github.com"),
-        "{}/model/model.safetensors cannot be read ("),
-    "missing shard": (
-        lambda model: ((model / "model.safetensors").unlink(),
-                       (model / "model.safetensors.index.json").write_text('{"weight_map": {"w": "2.safetensors"}}')),
-        "{}/model/2.safetensors cannot be read (No such file or directory"),
-    "unsupported architecture": (
-        lambda model: edit_config(model, architectures=["GPT2LMHeadModel"]),
-        "{}/model/config.json: architectures ['GPT2LMHeadModel'] are not supported by Megatron-Bridge"),
-}
+# problem files', and tests/unit/data the model folders'.
 TRAIN = {
     "tracking setting that NeMo lacks": ("exp_manager.bogus=1", "exp_manager.bogus: "),
     "output folder below a file": (
@@ -135,11 +96,6 @@ def assert_refused(nemo_edo, inputs: Inputs, arguments: list[str], told: str) ->
     assert listing(inputs.folder) == before
 
 
-@pytest.mark.parametrize(("damage", "told"), DAMAGED_MODELS.values(), ids=DAMAGED_MODELS)
-def test_a_damaged_model_folder_is_one_message_and_leaves_everything_as_it_was(nemo_edo, inputs, damage, told: str):
-    assert_refused(nemo_edo, inputs, inputs.of_model(damage), told)
-
-
 @pytest.mark.parametrize(("overrides", "told"), TRAIN.values(), ids=TRAIN)
 def test_a_training_that_cannot_begin_is_one_message_and_leaves_nothing(nemo_edo, inputs, overrides: str, told: str):
     assert_refused(nemo_edo, inputs, inputs.train(*inputs.problems(), *inputs.filled(overrides)), told)
@@ -169,24 +125,6 @@ def test_skipped_rows_and_overlap_are_counted_the_run_continues_and_its_warnings
     assert evaluation["problems"] == ["test-1", "test-2", "test-4"]
     # NeMo swallows Python's warnings when it is imported: this one has to come through.
     assert done.stderr.count("one optimizer step for each collection") == 1
-
-
-def test_a_run_trains_and_compares_arms_of_both_algorithms(nemo_edo, inputs):
-    arms = "+arms={ed_idpo: {algorithm: idpo, alpha: 0.5}, grpo: {alpha: 0}}"
-    nemo_edo.succeed(*inputs.train(*inputs.problems(), *SMALL, arms, "model.seq_length=null"))
-    run = inputs.folder / "runs" / "a"
-    summary = json.loads((run / "summary.json").read_text())
-    told = {name: [arm[key] for key in ("algorithm", "label", "beta")] for name, arm in summary["arms"].items()}
-    assert told == {"ed_idpo": ["idpo", "ED-iDPO α=0.5", 0.1], "grpo": ["grpo", "GRPO", 0.001]}
-    assert summary["baseline"] == "grpo"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = {arm: [line for line in lines if (line["kind"], line["arm"]) == ("train_step", arm)] for arm in told}
-    assert [line["exploration_weight"] for line in steps["ed_idpo"]] == [0.05] * 2  # three prompts by two
-    assert [line["exploration_weight"] for line in steps["grpo"]] == [0.0]
-    collections = {line["arm"]: line for line in lines if line["kind"] == "collection"}
-    assert collections["ed_idpo"]["prompts_without_pairs"] == 3  # a policy that knows nothing: it explores all the same
-    recorded = yaml.safe_load((run / "config.yaml").read_text())
-    assert recorded["model"]["seq_length"] == 13
 
 
 def test_supervised_training_alone_is_evaluated_reported_and_exported(nemo_edo, inputs):

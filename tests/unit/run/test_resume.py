@@ -3,10 +3,6 @@
 import math
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import warnings
 from pathlib import Path
 from threading import Timer
@@ -26,7 +22,6 @@ from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.losses import sft_loss
 from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
-from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
 from nemo_edo.types import TrainingBatch
 
 
@@ -309,42 +304,3 @@ def test_a_batch_comes_back_to_the_last_bit(tmp_path):
         assert read.batch.tensors()[name].numpy().tobytes() == tensor.numpy().tobytes()
     assert read.items == [[0, 1], []]
     assert repr(read.statistics) == repr(statistics)
-
-
-# --- the signal ---------------------------------------------------------------------------------------------------
-
-
-STUCK = """
-import ctypes, signal, sys, time
-from nemo_edo.run.stop_signal import ONE_REQUEST_S, StopSignal
-signal.signal(signal.SIGINT, lambda *_: None)  # otherwise the first may come before the lock
-with StopSignal():
-    print("ready", flush=True)
-    mutex = ctypes.create_string_buffer(64)
-    while True:
-        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time for ever, and no handler of Python's runs"""
-
-
-def test_a_process_that_is_forked_for_a_checkpoint_survives_the_signal_and_says_nothing(capfd):
-    with StopSignal() as stop:
-        child = os.fork()
-        if not child:
-            signal.raise_signal(signal.SIGTERM)
-            os._exit(7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert not stop._received
-    assert "stopping" not in capfd.readouterr().err
-
-
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_request_ends_a_run_at_once_wherever_it_waits_but_not_one_that_comes_twice_together(sent):
-    stuck = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert stuck.stdout.readline() == "ready\n"
-    stuck.send_signal(sent)
-    stuck.send_signal(sent)
-    time.sleep(ONE_REQUEST_S + 0.2)
-    assert stuck.poll() is None
-    stuck.send_signal(sent)
-    assert stuck.wait() == 128 + sent
-    assert "ended at once" in stuck.stderr.read()
