@@ -23,9 +23,6 @@ SAME_MEAN, SAME_MAX = 1e-5, 1e-3
 """Nats per token, mean and largest, up to which the engine's log-probabilities are the trainer's: fp32 rounds to about
 1e-6, bf16 to about 1e-2."""
 
-Values = dict[str, list[float]]
-"""The values that each statistic is the mean of, by its name."""
-
 
 @dataclass(frozen=True)
 class Collected:
@@ -88,11 +85,8 @@ class Sampled:
     """The samples whose log-probabilities the trainer computed, as old_logprobs, and sampler_logprobs."""
     entropies: Tensor
     """The entropies of ``seen``."""
-
-    @property
-    def is_samplers(self) -> bool:
-        """Whether old_logprobs are the engine's."""
-        return self.batch.sampler_logprobs is None
+    is_samplers: bool
+    """Whether old_logprobs are the engine's."""
 
 
 def view_of_sampler(
@@ -121,7 +115,9 @@ def view_of_sampler(
     )
     checked = batch.groups % CHECKED_EVERY == 0
     seen, entropies = _seen(batch if old_logprobs == "trainer" else batch.rows(checked), policy, clock)
-    trusted = old_logprobs == "sampler" or (old_logprobs == "auto" and _agree(seen))
+    gap = (seen.old_logprobs - seen.sampler_logprobs)[seen.mask != 0].double().abs()
+    agrees = old_logprobs == "auto" and bool(gap.mean() <= SAME_MEAN and gap.max() <= SAME_MAX)
+    trusted = old_logprobs == "sampler" or agrees
     if not trusted and seen.size < batch.size:
         rest, others = _seen(batch.rows(~checked), policy, clock)
         places = torch.cat([checked.nonzero(), (~checked).nonzero()]).squeeze(-1).argsort()
@@ -131,7 +127,7 @@ def view_of_sampler(
     if with_reference:
         with clock.phase("log_pi_ref"):
             batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
-    return Sampled(batch, seen, entropies)
+    return Sampled(batch, seen, entropies, trusted)
 
 
 def _seen(batch: TrainingBatch, policy: Policy, clock: PhaseClock) -> tuple[TrainingBatch, Tensor]:
@@ -139,11 +135,6 @@ def _seen(batch: TrainingBatch, policy: Policy, clock: PhaseClock) -> tuple[Trai
     with clock.phase("log_pi_old"):
         own, entropies = policy.logprobs(batch)
     return batch.with_fields(old_logprobs=own), entropies
-
-
-def _agree(seen: TrainingBatch) -> bool:
-    gap = (seen.old_logprobs - seen.sampler_logprobs)[seen.mask != 0].double().abs()
-    return bool(gap.mean() <= SAME_MEAN and gap.max() <= SAME_MAX)
 
 
 def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
@@ -157,12 +148,7 @@ def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict
     if batch.ref_logprobs is not None:
         means["kl"] = _token_mean(kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3"), batch)
     mismatch = sampler_mismatch(seen.old_logprobs, seen.sampler_logprobs, seen.mask)
-    return {
-        **response_statistics(scored),
-        **means,
-        **mismatch,
-        "old_from_sampler": float(sampled.is_samplers),
-    }
+    return {**response_statistics(scored), **means, **mismatch, "old_from_sampler": float(sampled.is_samplers)}
 
 
 def _token_mean(values: Tensor, batch: TrainingBatch) -> float:
@@ -182,37 +168,28 @@ def response_statistics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     """
     groups = list(by_problem(scored).values())
     largest_k = min(map(len, groups))
-    values: Values = {}
-    for part in (*(_of_group(group, largest_k) for group in groups), _of_all(scored)):
-        for name, more in part.items():
+    values: dict[str, list[float]] = {}  # what each statistic is the mean of
+    for group in groups:
+        names = dict.fromkeys(name for item in group for name in item.parts)
+        correct = sum(item.success for item in group)
+        of_group = {
+            "reward": [item.reward for item in group],
+            "accuracy": [float(item.success) for item in group],
+            "well_formed": [float(item.well_formed) for item in group],
+            "truncated": [float(not item.rollout.finished) for item in group],
+            "unverified": [float(item.reason.startswith(UNVERIFIED)) for item in group],
+            "response_length": [float(len(item.rollout.response_ids)) for item in group],
+            **{f"reward/{name}": [item.parts[name] for item in group if name in item.parts] for name in names},
+            "voted_accuracy": [vote_success([item.answer for item in group], [item.success for item in group])],
+            **{f"pass@{k}": [pass_at_k(len(group), correct, k)] for k in range(1, largest_k + 1)},
+            "distinct_4": [distinct_n([item.rollout.response_ids for item in group], n=4)],
+            "distinct_answers": [float(distinct_answers(item.answer for item in group))],
+            "zero_advantage_groups": [float(len({item.reward for item in group}) == 1)],
+        }
+        for name, more in of_group.items():
             values.setdefault(name, []).extend(more)
+    values["distinct_4_pooled"] = [distinct_n([item.rollout.response_ids for item in scored], n=4)]
     return {name: sum(found) / len(found) for name, found in values.items()}
-
-
-def _of_all(scored: Sequence[ScoredRollout]) -> Values:
-    return {"distinct_4_pooled": [distinct_n([item.rollout.response_ids for item in scored], n=4)]}
-
-
-def _of_group(group: Sequence[ScoredRollout], largest_k: int) -> Values:
-    per_response = {
-        "reward": [item.reward for item in group],
-        "accuracy": [float(item.success) for item in group],
-        "well_formed": [float(item.well_formed) for item in group],
-        "truncated": [float(not item.rollout.finished) for item in group],
-        "unverified": [float(item.reason.startswith(UNVERIFIED)) for item in group],
-        "response_length": [float(len(item.rollout.response_ids)) for item in group],
-    }
-    names = dict.fromkeys(name for item in group for name in item.parts)
-    parts = {f"reward/{name}": [item.parts[name] for item in group if name in item.parts] for name in names}
-    correct = sum(item.success for item in group)
-    per_group = {
-        "voted_accuracy": vote_success([item.answer for item in group], [item.success for item in group]),
-        **{f"pass@{k}": pass_at_k(len(group), correct, k) for k in range(1, largest_k + 1)},
-        "distinct_4": distinct_n([item.rollout.response_ids for item in group], n=4),
-        "distinct_answers": float(distinct_answers(item.answer for item in group)),
-        "zero_advantage_groups": float(len({item.reward for item in group}) == 1),
-    }
-    return {**per_response, **parts, **{name: [value] for name, value in per_group.items()}}
 
 
 def step_statistics(batch: TrainingBatch) -> dict[str, float]:

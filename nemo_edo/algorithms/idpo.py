@@ -63,7 +63,13 @@ class IDPO:
                 f"no pairs: the rewards of each of the {len(pairs_of_prompts)} prompts are all equal, and nothing "
                 "explores; sample more responses, or other problems"
             )
-        batch = _laid_out(sampled.batch, rows, roles, explored)
+        index = torch.tensor(rows)
+        real, batch = index != PADDING, sampled.batch.rows(index.clamp(min=0))
+        batch = batch.with_fields(
+            mask=batch.mask * real[:, None],
+            pair_role=torch.tensor(roles),
+            exploration_factors=torch.tensor(explored).float(),
+        )
         statistics = sample_statistics(scored, sampled) | {
             "pairs": float(sum(pairs_of_prompts)),
             "prompts_without_pairs": float(pairs_of_prompts.count(0)),
@@ -81,17 +87,3 @@ class IDPO:
         if wanted == "paired":
             return sorted({row_of[id(item)] for pair in pairs for item in (pair.chosen, pair.rejected)})
         return [row_of[id(item)] for item in (group if wanted == "all" else group[: int(wanted)])]
-
-
-def _laid_out(
-    batch: TrainingBatch, rows: Sequence[int], roles: Sequence[int], explored: Sequence[bool]
-) -> TrainingBatch:
-    """The samples' rows in the order of the training batch, each with its role."""
-    index = torch.tensor(rows)
-    real = index != PADDING
-    batch = batch.rows(index.clamp(min=0))
-    return batch.with_fields(
-        mask=batch.mask * real[:, None],
-        pair_role=torch.tensor(roles),
-        exploration_factors=torch.tensor(explored).float(),
-    )

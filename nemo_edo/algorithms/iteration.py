@@ -3,9 +3,9 @@
 An iteration samples for the whole prompt set from pi_t and then takes many optimizer steps on these samples. The
 exploration term needs them: its expected gradient is zero while the policy equals its sampler.
 
-A training resumes between any two steps, and a collection between any two of its parts (``progress.Progress``). With
+A training resumes between any two steps, and a collection between any two of its parts (``services.Progress``). With
 an engine that has separate weights, an iteration's samples may be generated while the one before trains
-(``ahead.Ahead``).
+(``services.Ahead``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nemo_edo.algorithms.guards import Guards, loggable, respond
 from nemo_edo.algorithms.plan import Plan, collection_hazards, exploration_hazards
 from nemo_edo.algorithms.samples import IterationSamples, generate_and_score, with_older_samples
 from nemo_edo.algorithms.services import Position, Services
+from nemo_edo.config import GRPOConfig
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import StoppedByGuard
 from nemo_edo.losses import NotFinite, build_schedule
@@ -121,7 +122,8 @@ def _record_collection(
 def _batches(run: Services, plan: Plan, collected: Collected, t: int, first: int) -> Iterator[TrainingBatch]:
     """The iteration's optimizer steps, starting with the given one."""
     epochs, size = plan.config.epochs, plan.config.minibatch_size
-    orders = (collected.order(plan.seed, t * epochs + n, keep_groups=plan.keeps_groups) for n in range(epochs))
+    keep_groups = isinstance(plan.config, GRPOConfig) and plan.config.keep_groups
+    orders = (collected.order(plan.seed, t * epochs + n, keep_groups=keep_groups) for n in range(epochs))
     steps = (
         (items, f"{plan.seed} {t} {epoch} {place}")
         for epoch, order in enumerate(orders)

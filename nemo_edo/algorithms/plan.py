@@ -10,7 +10,7 @@ from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, Sa
 from nemo_edo.config.training import ONE_STEP
 from nemo_edo.data.batching import epoch_order
 from nemo_edo.errors import UserError
-from nemo_edo.types import GenerationRequest, Problem, SamplingParams
+from nemo_edo.types import GenerationRequest, Problem
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,9 @@ class Plan:
         return sampling_requests(problems, self.prompts, self.sampling.samples_per_prompt, self.seed, "collect", t)
 
     @property
-    def sampling_params(self) -> SamplingParams:
-        return SamplingParams(self.sampling.temperature, self.sampling.top_p, self.sampling.max_new_tokens)
-
-    @property
     def is_dynamic(self) -> bool:
         """Whether groups whose rewards are all equal are dropped and replaced (DAPO)."""
         return isinstance(self.config, GRPOConfig) and self.config.dynamic_sampling
-
-    @property
-    def keeps_groups(self) -> bool:
-        """Whether the responses to one prompt stay together when an epoch is shuffled."""
-        return isinstance(self.config, GRPOConfig) and self.config.keep_groups
 
     @property
     def steps_per_collection(self) -> int:
@@ -140,7 +131,21 @@ def exploration_hazards(config: LoopConfig, steps: int, top_p: float = 1.0) -> l
     steps: for each collection. top_p: of the sampling (``sampling.top_p``)."""
     weight, found = config.exploration_weight, []
     if isinstance(config, GRPOConfig):
-        found += _hazards_of_kl(config)
+        if not config.beta and config.effective_alpha:
+            found.append(
+                f"beta is 0, and with it the exploration weight alpha * beta: alpha = {config.effective_alpha:g} does "
+                "nothing; give the weight itself, exploration_coefficient=..., or alpha=0 if no exploration is meant"
+            )
+        plain = config.exploration_control == "none" and config.kl_importance == "none"
+        if config.kl_estimator == "k1" and config.beta and plain:
+            own = weight if config.exploration_samples == "own" else 0.0
+            both = config.beta + own
+            same = f": without a floor, the loss is that of GRPO with beta = {both:g} and alpha = 0" if own else ""
+            found.append(
+                "kl_estimator k1 in the loss: its gradient is the exploration term's own, zero on average where the "
+                f"policy equals its sampler, so the KL does not hold the policy{same}; kl_estimator=k3 keeps the two "
+                "apart"
+            )
     if not weight:
         return found
     if top_p < 1:
@@ -165,25 +170,6 @@ def exploration_hazards(config: LoopConfig, steps: int, top_p: float = 1.0) -> l
             "exploration_samples is paired: pairs have right and wrong responses in equal numbers, not as often as "
             "the sampler generates them, so the term's gradient is not zero on average where the policy equals its "
             "sampler; exploration_samples=all is the method's term"
-        )
-    return found
-
-
-def _hazards_of_kl(config: GRPOConfig) -> list[str]:
-    found = []
-    if not config.beta and config.effective_alpha:
-        found.append(
-            f"beta is 0, and with it the exploration weight alpha * beta: alpha = {config.effective_alpha:g} does "
-            "nothing; give the weight itself, exploration_coefficient=..., or alpha=0 if no exploration is meant"
-        )
-    plain = config.exploration_control == "none" and config.kl_importance == "none"
-    if config.kl_estimator == "k1" and config.beta and plain:
-        weight = config.exploration_weight if config.exploration_samples == "own" else 0.0
-        both = config.beta + weight
-        same = f": without a floor, the loss is that of GRPO with beta = {both:g} and alpha = 0" if weight else ""
-        found.append(
-            "kl_estimator k1 in the loss: its gradient is the exploration term's own, zero on average where the policy "
-            f"equals its sampler, so the KL does not hold the policy{same}; kl_estimator=k3 keeps the two apart"
         )
     return found
 

@@ -18,7 +18,7 @@ from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.resumable import Parts, Watch, require_version
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.types import Problem, Rollout, ScoredRollout, TrainingBatch
+from nemo_edo.types import Problem, Rollout, SamplingParams, ScoredRollout, TrainingBatch
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamp
 
 
 def _responses(run: Services, plan: Plan, t: int, parts: Parts, problems: Sequence[Problem]) -> list[ScoredRollout]:
-    requests, sampling = plan.requests(problems, t), plan.sampling_params
+    settings = plan.sampling
+    sampling = SamplingParams(settings.temperature, settings.top_p, settings.max_new_tokens)
+    requests = plan.requests(problems, t)
     return parts.responses(requests, run.engine, run.scorer, sampling, plan.problems, run.clock)
 
 

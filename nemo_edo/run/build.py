@@ -148,7 +148,7 @@ class Builder:
             found = self._comparison.finish(model)
             self._folder.write_json(RECORD, found)
             print(in_words(found))
-            return self.model(self._cfg.sft) if self._comparison.is_truncated else model
+            return self.model(self._cfg.sft) if self._comparison.layers else model
         finally:
             self._comparison.close()
 

@@ -41,14 +41,14 @@ class Comparison:
         """folder: the model's. scratch: for a few files, and a part of the model if the whole has no room; every rank
         sees it."""
         self._precision, self._source, self._scratch = cfg.precision, folder, scratch
-        self.folder, self._layers = folder, None
+        self.folder, self.layers = folder, None
         fields, needed = read_fields(folder), 4 * parameters(folder)
         if needed > min(MOST_BYTES, host_memory.available_bytes() // 2):
             stages = cfg.parallelism.pipeline_model_parallel_size
             chunks = stages * (cfg.parallelism.virtual_pipeline_model_parallel_size or 1)
             self.folder = scratch / "truncated"
-            self._layers = write_truncated(folder, self.folder, chunks)
-        self._depth = len(self._layers or range(fields["num_hidden_layers"]))
+            self.layers = write_truncated(folder, self.folder, chunks)
+        self._depth = len(self.layers or range(fields["num_hidden_layers"]))
         self._tokens = tokens(fields["vocab_size"], min(LENGTH, cfg.model.seq_length or LENGTH))
         torch.save(self._tokens, scratch / "tokens.pt")
         rounded = "bf16" if cfg.precision.dtype == "bf16" else ""
@@ -56,11 +56,6 @@ class Comparison:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPUs' memory is the run's
         with (scratch / "log").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether ``folder`` is the model's first and last layers."""
-        return self._layers is not None
 
     def finish(self, policy: RemotePolicy) -> dict[str, Any]:
         """What was found. policy: of the model in ``folder``. Raises UserError where it computes something else than
@@ -77,7 +72,7 @@ class Comparison:
         how = "at most" if self._precision.dtype == "fp32" else "on average"
         result = {
             "nats": value, "of": how, "bound": most, "tokens": found.numel(), "precision": self._precision.dtype,
-            "layers": self._layers or self._depth, "transformers": version("transformers"),
+            "layers": self.layers or self._depth, "transformers": version("transformers"),
         }  # fmt: skip
         if not value <= most:  # NaN is too far
             raise UserError(

@@ -28,7 +28,7 @@ from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import Replacement, early_stop, evaluate_policy
 from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices
-from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, untrained_model
+from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, first_model
 from nemo_edo.run.stop_signal import StallWatch, StopSignal
 from nemo_edo.run.stored_run import StoredRun, evaluate_stored, open_run
 from nemo_edo.run.summary import examples, kept, kept_warnings
@@ -125,7 +125,7 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
         try:
             for name in names:
                 services.console.begin(name)
-                model = services.builder.trained(name) if trains else untrained_model(services)
+                model = services.builder.trained(name) if trains else first_model(services)
                 evaluate_policy(services, model, name, services.settings.final_iteration(name), anew=new)
         finally:
             services.console.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_edo.config import GRPOConfig, RunConfig
 from nemo_edo.config.compose import arm_configs
@@ -52,11 +52,6 @@ class OwnAdvantages:
             returned = self._function(**{name: given[name] for name in self._arguments})
         except Exception as error:  # whatever a user's function raises is a user's error
             raise UserError(f"{self._name} raised {said(error)}; the responses are stored, rerun to resume") from error
-        return self._checked(returned, scored)
-
-    def _checked(self, returned: Any, scored: Sequence[ScoredRollout]) -> Tensor:
-        import torch
-
         try:
             advantages = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
         except (TypeError, ValueError, RuntimeError) as error:

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from nemo_edo.config.compose import arm_configs, compose_run
@@ -55,7 +54,7 @@ def replay(path: Path, overrides: list[str]) -> None:
             continue
         of_row, said = measure(model, weight, rows)
         found = {
-            "given": [name for name, value in rows.tensors().items() if not _is_finite(value, rows.mask)],
+            "given": [name for name, value in rows.tensors().items() if not counted(value, rows.mask).isfinite().all()],
             "computed": [name for name, value in of_row.items() if not math.isfinite(value)],
             "the loss says": said,
         }
@@ -101,10 +100,9 @@ def _measure_share(worker: Worker, share: Share, exploration_weight: float) -> t
     return {**means, "padding_share": share.padding_share, "grad_norm": norm}, said
 
 
-def _is_finite(values: Tensor, mask: Tensor) -> bool:
-    """Padding may contain anything."""
-    counted = values[mask != 0] if values.shape == mask.shape else values
-    return bool(torch.isfinite(counted).all())
+def counted(values: Tensor, mask: Tensor) -> Tensor:
+    """Without padding, which may contain anything."""
+    return values[mask != 0] if values.shape == mask.shape else values
 
 
 def _sum(values: Tensor, micro: TrainingBatch) -> LossTerm:

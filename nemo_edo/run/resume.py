@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_edo.algorithms.collection import Collected
-from nemo_edo.algorithms.services import Position
-from nemo_edo.config import CheckpointConfig
+from nemo_edo.algorithms.services import Position, Progress
 from nemo_edo.data.batching import read_batch, write_batch
 from nemo_edo.errors import DamagedCheckpoint, RunStopped, StoppedByGuard, UserError
 from nemo_edo.megatron import checkpoint
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder
-from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.run.services import RunServices
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.files import checksum
 from nemo_edo.worker.remote import RemotePolicy
@@ -27,9 +24,9 @@ DAMAGED = ".damaged"
 """What the name of a checkpoint ends with that was found damaged."""
 
 
-class SavedProgress:
-    """An ``algorithms.progress.Progress`` in a folder: ``step_00000120`` and so on, each a checkpoint with the
-    optimizer's state, and ``batch_00003.safetensors``, what iteration 3 trains on.
+class SavedProgress(Progress):
+    """Checkpoints in a folder: ``step_00000120`` and so on, each with the optimizer's state, and
+    ``batch_00003.safetensors``, what iteration 3 trains on.
 
     A checkpoint's name counts the optimizer steps before it. Its notes have the position, where metrics.jsonl ended
     at that time and, within an iteration, the checksum of the batch.
@@ -37,26 +34,21 @@ class SavedProgress:
 
     def __init__(
         self,
+        run: RunServices,
         model: RemotePolicy,
-        run: RunFolder,
         stage: str,
-        config: CheckpointConfig,
         *,
-        stop: StopSignal,
-        log: MetricsLog,
         keeps_reference: bool = False,
         rollouts: RolloutStore | None = None,
     ) -> None:
         """rollouts: the stage's own; within an iteration, it resumes only where they can still be read.
         keeps_reference: whether the model's reference moves in a way that cannot be recomputed (ema)."""
-        self.folder = run.progress(stage)
+        self.folder = run.folder.progress(stage)
         self.start = Position()
         self.metrics_mark: dict[str, Any] | None = None
         """Where metrics.jsonl ended at ``start``; None where there was no checkpoint to resume from."""
-        self._model = model
-        self._config = config
-        self._stop = stop
-        self._run, self._stage, self._log = run, stage, log
+        self._run, self._model, self._stage = run, model, stage
+        self._config = run.settings.checkpoint
         self._keeps_reference = keeps_reference
         self._rollouts = rollouts
         self._collected: Collected | None = None
@@ -107,19 +99,16 @@ class SavedProgress:
         self._batch, self._saved_at = notes["batch"], self.start.steps_taken
 
     def kept(self, iteration: int) -> Collected:
-        """``algorithms.progress.Progress``."""
         return read_collected(self.folder / self._batch["file"])
 
     # --- keeping ---------------------------------------------------------------------------------------------------
 
     def keep(self, iteration: int, collected: Collected) -> None:
-        """``algorithms.progress.Progress``. It is written with the first checkpoint that needs it."""
-        self._collected, self._batch = collected, None
+        self._collected, self._batch = collected, None  # it is written with the first checkpoint that needs it
 
     def reached(self, position: Position, *, saves: bool = True) -> None:
-        """``algorithms.progress.Progress``."""
         self.settle(wait=False)
-        stop = self._stop.is_asked()
+        stop = self._run.stop.is_asked()
         steps = position.steps_taken - self._saved_at
         begins_iteration = position.step == 0 and steps > 0
         if saves and (begins_iteration or steps >= self._config.every_steps or (stop and steps > 0)):
@@ -129,24 +118,21 @@ class SavedProgress:
             raise RunStopped(f"stopped, with everything up to step {self._saved_at} of this stage saved")
 
     def alive(self) -> None:
-        """``algorithms.progress.Progress``."""
-        self._stop.alive()
+        self._run.stop.alive()
 
     def stop_if_asked(self) -> None:
-        """``algorithms.progress.Progress``: there is nothing to save that is not on disk."""
-        if self._stop.was_asked:
+        if self._run.stop.was_asked:
             raise RunStopped(f"stopped, with everything up to step {self._saved_at} and all finished responses saved")
 
     def save(self, position: Position) -> None:
-        """``algorithms.progress.Progress``. Where no step was taken since the last checkpoint, that one suffices."""
-        if position.steps_taken > self._saved_at:
+        if position.steps_taken > self._saved_at:  # otherwise the last checkpoint suffices
             self._save(position)
         self.settle()
 
     def keep_failure(self, position: Position, batch: TrainingBatch, about: dict[str, Any]) -> str:
-        """``algorithms.progress.Progress``. The batch in a file, the weights in a folder of the same name."""
+        """The batch in a file, the weights in a folder of the same name."""
         self.settle()
-        path = self._run.failure(self._stage, position.steps_taken - 1)
+        path = self._run.folder.failure(self._stage, position.steps_taken - 1)
         self._model.workers.call(Worker.save, path.with_suffix(""), None)
         write_batch(batch, {"metrics": about}, path)
         return str(path)
@@ -160,7 +146,7 @@ class SavedProgress:
             write_collected(self._collected, path)
             self._batch = {"file": path.name, "checksum": checksum(path)}
         batch = self._batch if position.step else None
-        notes = {"position": asdict(position), **self._log.mark, "batch": batch}
+        notes = {"position": asdict(position), **self._run.log.mark, "batch": batch}
         folder, reshardable = self.folder / f"step_{position.steps_taken:08d}", self._config.reshardable
         self._model.workers.call(Worker.begin_save, folder, self._keeps_reference, notes, reshardable)
         self._is_writing = True
@@ -222,8 +208,5 @@ def write_collected(collected: Collected, path: Path) -> None:
 
 
 def read_collected(path: Path) -> Collected:
-    """Raises UserError for a file that is not an iteration's batch."""
     batch, about = read_batch(path)
-    if about.keys() != {"items", "statistics"}:
-        raise UserError(f"{path} is not the batch of an iteration: it has no items and statistics")
     return Collected(batch, **about)

@@ -42,10 +42,7 @@ def do_stage(run: RunServices, name: str) -> None:
         begun = run.log.elapsed
         run.console.begin(name)
         try:
-            if name != WARMUP:
-                scored = train_arm(run, name)
-            else:
-                scored = warm_up(run) if run.settings.trains else evaluate_untrained(run)
+            scored = warm_up(run) if name == WARMUP else train_arm(run, name)
         except StoppedByGuard as stopped:
             raise StoppedByGuard(f"{name}, {stopped}") from stopped
         run.log("phases", arm=name, time=run.clock.take())
@@ -59,13 +56,15 @@ def do_stage(run: RunServices, name: str) -> None:
 
 
 def warm_up(run: RunServices) -> list:
-    """Trains and evaluates the policy that every arm starts from."""
-    sft = run.settings.sft
+    """Trains and evaluates the policy that every arm starts from; of a run that trains nothing, its only stage."""
+    sft, trains = run.settings.sft, run.settings.trains
+    if not trains:
+        _cut_metrics(run, None)
     with run.clock.phase("start"):
-        model = run.builder.first()
-        _log_kernels(run, model)
-        run.builder.connect(model)
-    if not _load_trained(run, model, WARMUP):
+        model = first_model(run)
+        if trains:
+            run.builder.connect(model)
+    if trains and not _load_trained(run, model, WARMUP):
         if sft.steps:
             with run.clock.phase("refit"):
                 model.weight_sync.push(UNTRAINED)  # an engine that weights cannot reach is found before the training
@@ -93,27 +92,14 @@ def warm_up(run: RunServices) -> list:
         return evaluate_policy(run, model, WARMUP, 0)
 
 
-def evaluate_untrained(run: RunServices) -> list:
-    """The only stage of a run that trains nothing."""
-    _cut_metrics(run, None)
-    with run.clock.phase("start"):
-        model = untrained_model(run)
-    with run.clock.phase("evaluate"):
-        return evaluate_policy(run, model, WARMUP, 0)
-
-
-def untrained_model(run: RunServices) -> RemotePolicy | ServedModel:
-    """The model of a run that trains nothing."""
-    model = run.builder.untrained()
+def first_model(run: RunServices) -> RemotePolicy | ServedModel:
+    """The model that the run starts from; of a run that trains nothing, it may be behind servers."""
+    model = run.builder.first() if run.settings.trains else run.builder.untrained()
     if not isinstance(model, ServedModel):
-        _log_kernels(run, model)
+        used = model.places[0].kernels
+        print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
+        run.folder.write_json("kernels.json", used)
     return model
-
-
-def _log_kernels(run: RunServices, model: RemotePolicy) -> None:
-    used = model.places[0].kernels
-    print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
-    run.folder.write_json("kernels.json", used)
 
 
 # --- an arm -------------------------------------------------------------------------------------------------------
@@ -202,8 +188,7 @@ def _resumed(run: RunServices, model: RemotePolicy, stage: str, **more: Any) -> 
     """Loads the stage's last checkpoint into the model, and cuts the metrics to that place."""
     from nemo_edo.run.resume import SavedProgress
 
-    config = run.settings.checkpoint
-    progress = SavedProgress(model, run.folder, stage, config, stop=run.stop, log=run.log, **more)
+    progress = SavedProgress(run, model, stage, **more)
     with run.clock.phase("checkpoint"):
         progress.resume()
         _cut_metrics(run, progress.metrics_mark)

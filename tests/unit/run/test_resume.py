@@ -6,6 +6,7 @@ import shutil
 import warnings
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -38,6 +39,9 @@ def model(tmp_path_factory):
     return remote(policy)
 
 
+PROGRESS = "checkpoints/grpo.progress"
+
+
 class Asked:
     """A StopSignal."""
 
@@ -45,11 +49,6 @@ class Asked:
 
     def is_asked(self) -> bool:
         return self.received
-
-
-class Folder(RunFolder):
-    def progress(self, stage: str) -> Path:
-        return self.path / "progress"
 
 
 class Log:
@@ -74,8 +73,9 @@ def begin(model, tmp_path):
 
     def start(*, keeps_reference: bool = False, **settings) -> SavedProgress:
         config = CheckpointConfig(**{"asynchronous": False, **settings})
-        progress = SavedProgress(model, Folder(tmp_path), "grpo", config, stop=Asked(), log=Log(),
-                                 keeps_reference=keeps_reference)
+        run = SimpleNamespace(folder=RunFolder(tmp_path), settings=SimpleNamespace(checkpoint=config), stop=Asked(),
+                              log=Log())
+        progress = SavedProgress(run, model, "grpo", keeps_reference=keeps_reference)
         progress.resume()
         return progress
 
@@ -101,7 +101,7 @@ def walk(progress: SavedProgress, model, steps: int, *, per_iteration: int = 3) 
 
 
 def files(tmp_path: Path) -> list[str]:
-    return sorted(path.name for path in (tmp_path / "progress").iterdir())
+    return sorted(path.name for path in (tmp_path / PROGRESS).iterdir())
 
 
 def weights(model) -> set[float]:
@@ -114,7 +114,7 @@ def test_the_last_k_checkpoints_the_one_before_their_iteration_and_the_batches_t
     walk(begin(every_steps=1, keep=2), model, 5)
     batches = [f"batch_0000{i}.safetensors" for i in range(3)]
     assert files(tmp_path) == [*batches[:2], "step_00000003", "step_00000004", "step_00000005"]
-    (tmp_path / "progress" / "step_00000006.part").mkdir()  # what a kill left
+    (tmp_path / PROGRESS / "step_00000006.part").mkdir()  # what a kill left
     progress = begin(every_steps=1, keep=1)
     assert progress.start.steps_taken == 5
     walk(progress, model, 2)
@@ -126,7 +126,7 @@ def test_a_save_at_once_writes_only_what_is_new_and_a_failure_keeps_its_batch_an
     walk(progress, model, 2)
     progress.save(Position(0, 2, 2))
     assert files(tmp_path) == ["batch_00000.safetensors", "step_00000002"]
-    marker = tmp_path / "progress" / "step_00000002" / "marker"
+    marker = tmp_path / PROGRESS / "step_00000002" / "marker"
     marker.touch()
     progress.save(Position(0, 2, 2))
     assert marker.exists()
@@ -189,7 +189,7 @@ DAMAGES += [("step_00000005", delete, 4)]
 def test_whatever_is_damaged_the_run_resumes_from_the_newest_that_is_whole(begin, model, tmp_path):
     """The last two checkpoints share a batch: without it, the one before their iteration is the newest."""
     walk(begin(every_steps=1, keep=2), model, 5)
-    progress, whole = tmp_path / "progress", shutil.copytree(tmp_path / "progress", tmp_path / "whole")
+    progress, whole = tmp_path / PROGRESS, shutil.copytree(tmp_path / PROGRESS, tmp_path / "whole")
     for file, damage, found in DAMAGES:
         shutil.rmtree(progress)
         shutil.copytree(whole, progress)
@@ -204,7 +204,7 @@ def test_whatever_is_damaged_the_run_resumes_from_the_newest_that_is_whole(begin
 def test_training_replaces_damaged_checkpoints_and_only_then_removes_them(begin, model, tmp_path):
     walk(begin(every_steps=1, keep=2), model, 5)
     before = files(tmp_path)
-    flip(tmp_path / "progress" / "batch_00001.safetensors")
+    flip(tmp_path / PROGRESS / "batch_00001.safetensors")
     with pytest.warns(UserWarning, match="batch_00001.safetensors has other content than was written; resuming from"):
         progress = begin(every_steps=1, keep=2)
     assert files(tmp_path) == [*before[:3], "step_00000004.damaged", "step_00000005.damaged"]
@@ -217,7 +217,7 @@ def test_where_every_checkpoint_is_damaged_the_run_begins_anew_with_the_weights_
     begin, model, tmp_path
 ):
     walk(begin(every_steps=1, keep=2), model, 5)
-    for batch in (tmp_path / "progress").glob("batch_*"):
+    for batch in (tmp_path / PROGRESS).glob("batch_*"):
         flip(batch)
     mark(model, 99)
     with pytest.warns(UserWarning, match="batch_00001.safetensors has other content than was written"):
@@ -228,13 +228,13 @@ def test_where_every_checkpoint_is_damaged_the_run_begins_anew_with_the_weights_
 
 def test_a_request_to_stop_saves_what_is_not_saved_and_ends_the_training(begin, model, tmp_path):
     progress = begin(every_steps=100)
-    progress._stop.received = True
+    progress._run.stop.received = True
     with pytest.raises(RunStopped):
         progress.reached(Position())
-    progress._stop.received = False
+    progress._run.stop.received = False
     walk(progress, model, 2)
-    assert not (tmp_path / "progress").exists()
-    progress._stop.received = True
+    assert not (tmp_path / PROGRESS).exists()
+    progress._run.stop.received = True
     with pytest.raises(RunStopped, match="up to step 2"):
         progress.reached(Position(0, 2, 2))
     assert begin().start == Position(0, 2, 2)
@@ -261,7 +261,7 @@ def test_in_the_background_one_checkpoint_is_written_at_a_time_and_the_one_befor
 def test_a_request_to_stop_waits_for_what_is_written_in_the_background(begin, model, tmp_path, held_writer):
     progress = begin(every_steps=1, asynchronous=True)
     walk(progress, model, 1)
-    progress._stop.received = True
+    progress._run.stop.received = True
     Timer(1.0, held_writer, ["step_00000001.part"]).start()
     with pytest.raises(RunStopped):
         progress.reached(Position(0, 1, 1, {"kind": "constant", "steps": 1}))
