@@ -78,7 +78,11 @@ def arm_of(policy: str) -> str:
 
 def write_card(exported: Exported, out: Path) -> None:
     """Writes ``out/README.md``, with the run's report beside it."""
-    licence = _licence(exported.base / "README.md")
+    try:
+        fields = metadata_load(exported.base / "README.md") or {}
+    except (OSError, ValueError, yaml.YAMLError):  # the base has no card, or none that can be read
+        fields = {}
+    licence = {field: fields[field] for field in LICENCE if field in fields}
     header = ModelCardData(
         base_model=exported.hub_name,
         library_name="peft" if exported.adapter else "transformers",
@@ -99,15 +103,6 @@ def write_card(exported: Exported, out: Path) -> None:
     if exported.method.startswith("ED-"):
         lines.append(PAPER)
     (out / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-
-
-def _licence(card: Path) -> dict[str, str]:
-    """The licence fields of the base model's card; none where it has no card that can be read."""
-    try:
-        fields = metadata_load(card) or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return {field: fields[field] for field in LICENCE if field in fields}
 
 
 def _training(exported: Exported, licence: str | None, has_report: bool) -> Iterator[str]:

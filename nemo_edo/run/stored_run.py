@@ -21,6 +21,7 @@ from nemo_edo.run.made_from import require_noted
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import read_mapping, read_object
 
+AS_IT_IS = "model as it is"
 _ITERATION = re.compile(r"iter_(\d+)")
 
 
@@ -53,13 +54,8 @@ class StoredRun:
     def evaluated(self, policies: Sequence[str]) -> list[str]:
         """The given policies, or all if none are given, whose final evaluation has kept its responses. Raises
         UserError for an unknown one, for one that has none, and where there is none at all."""
-        self._require_known(policies)
-        found = [name for name in policies or self.policies if self.folder.evaluation(name).is_file()]
-        if missing := sorted(set(policies) - set(found)):
-            raise UserError(f"{self.folder.path}: arm {', '.join(missing)} has not been evaluated yet")
-        if not found:
-            raise UserError(f"{self.folder.path}: no arm has been evaluated yet")
-        return found
+        there = [name for name in policies or self.policies if self.folder.evaluation(name).is_file()]
+        return self._chosen(policies, there, "has not been evaluated yet", "no arm has been evaluated yet")
 
     def evaluation_responses(self, policy: str, kind: str) -> list[ScoredRollout]:
         """The "greedy" or "sampled" responses of the policy's final evaluation, sorted by problem and sample."""
@@ -68,13 +64,8 @@ class StoredRun:
     def with_rollouts(self, arms: Sequence[str]) -> list[str]:
         """The given arms, or all if none are given, that have stored training responses; errors as for
         ``evaluated``."""
-        self._require_known(arms)
-        found = [name for name in arms or arm_configs(self.cfg) if self._iterations(name)]
-        if missing := sorted(set(arms) - set(found)):
-            raise UserError(f"{self.folder.path}: {', '.join(missing)} has no stored responses")
-        if not found:
-            raise UserError(f"{self.folder.path}: no arm has stored responses; train it, or run nemo-edo collect")
-        return found
+        there, none = [name for name in arm_configs(self.cfg) if self._iterations(name)], "no arm has stored responses"
+        return self._chosen(arms, there, "has no stored responses", f"{none}; train it, or run nemo-edo collect")
 
     def training_responses(self, arm: str) -> list[ScoredRollout]:
         """Responses of all the arm's iterations."""
@@ -87,10 +78,15 @@ class StoredRun:
         numbers = {_ITERATION.fullmatch(path.parent.name) for path in found}
         return sorted(int(match[1]) for match in numbers if match)
 
-    def _require_known(self, names: Sequence[str]) -> None:
-        strange = sorted({*names} - {*self.policies, *self.best_policies})
-        if strange:
+    def _chosen(self, names: Sequence[str], there: Sequence[str], lacks: str, none: str) -> list[str]:
+        """The names, or what is there if none are given."""
+        if strange := sorted({*names} - {*self.policies, *self.best_policies}):
             raise UserError(f"{self.folder.path} has no arm {strange[0]!r}; it has {', '.join(self.policies)}")
+        if missing := sorted(set(names) - set(there)):
+            raise UserError(f"{self.folder.path}: arm {', '.join(missing)} {lacks}")
+        if not there:
+            raise UserError(f"{self.folder.path}: {none}")
+        return list(names or there)
 
 
 def final_iteration(cfg: RunConfig, policy: str) -> int:
@@ -110,9 +106,6 @@ def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
     return StoredRun(RunFolder(run), cfg)
 
 
-AS_IT_IS = "model as it is"
-
-
 def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]) -> list[str]:
     """Computes RUN/test_time/ARM.json of every arm (or the one) of the runs that has been evaluated, from the responses
     and scores that are stored; returns what there is to print.
@@ -123,33 +116,29 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
     if strange:
         raise UserError(f"evaluate --stored takes overrides of evaluation.* only, not {', '.join(strange)}")
     with taken(runs):
-        return _evaluate_stored(runs, arm, overrides)
-
-
-def _evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str]) -> list[str]:
-    opened = [open_run(run, overrides) for run in runs]
-    chosen = [(run.folder, run.cfg, name) for run in opened for name in run.evaluated([arm] if arm else [])]
-    evaluations: dict[str, Evaluation] = {}
-    said: list[str] = []
-    for folder, cfg, name in chosen:
-        alone = [run.name for run in runs].count(folder.path.name) == 1
-        shown = AS_IT_IS if cfg.algorithm == NONE else name
-        label = shown if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{shown}"
-        stores = {kind: RolloutStore(folder.evaluated(name, kind)) for kind in KINDS}
-        temperature = load_evaluation(folder.evaluation(name)).temperature
-        evaluations[label], notes = analyse_arm(folder, cfg, name, stores, temperature)
-        folder.write_results(folder.test_time(name), evaluations[label])
-        said += notes
-    settings = {"resamples": opened[0].cfg.evaluation.bootstrap, "seed": opened[0].cfg.seed}
-    said.append(table(evaluations, **settings))
-    if len(evaluations) > 1:
-        # The arm that the first run's report compares with, if it is there with another trained one.
-        summary, names = opened[0].folder.path / "summary.json", [name for *_, name in chosen]
-        named = read_object(summary, ("baseline",))["baseline"] if summary.is_file() else None
-        several = len(names) - names.count(START) > 1
-        baseline = list(evaluations)[names.index(named) if named in names and several else 0]
-        said.append(differences_table(differences(evaluations, baseline, **settings), baseline))
-    return [*said, *(f"written: {folder.test_time(name)}" for folder, _, name in chosen)]
+        opened = [open_run(run, overrides) for run in runs]
+        chosen = [(run.folder, run.cfg, name) for run in opened for name in run.evaluated([arm] if arm else [])]
+        evaluations: dict[str, Evaluation] = {}
+        said: list[str] = []
+        for folder, cfg, name in chosen:
+            alone = [run.name for run in runs].count(folder.path.name) == 1
+            shown = AS_IT_IS if cfg.algorithm == NONE else name
+            label = shown if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{shown}"
+            stores = {kind: RolloutStore(folder.evaluated(name, kind)) for kind in KINDS}
+            temperature = load_evaluation(folder.evaluation(name)).temperature
+            evaluations[label], notes = analyse_arm(folder, cfg, name, stores, temperature)
+            folder.write_results(folder.test_time(name), evaluations[label])
+            said += notes
+        settings = {"resamples": opened[0].cfg.evaluation.bootstrap, "seed": opened[0].cfg.seed}
+        said.append(table(evaluations, **settings))
+        if len(evaluations) > 1:
+            # The arm that the first run's report compares with, if it is there with another trained one.
+            summary, names = opened[0].folder.path / "summary.json", [name for *_, name in chosen]
+            named = read_object(summary, ("baseline",))["baseline"] if summary.is_file() else None
+            several = len(names) - names.count(START) > 1
+            baseline = list(evaluations)[names.index(named) if named in names and several else 0]
+            said.append(differences_table(differences(evaluations, baseline, **settings), baseline))
+        return [*said, *(f"written: {folder.test_time(name)}" for folder, _, name in chosen)]
 
 
 def analyse_arm(
