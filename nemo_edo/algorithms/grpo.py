@@ -19,6 +19,7 @@ from nemo_edo.algorithms.collection import (
 from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.config import GRPOConfig
+from nemo_edo.errors import UserError
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import (
     NgramPaths,
@@ -36,6 +37,7 @@ from nemo_edo.losses import (
     token_covariances,
 )
 from nemo_edo.types import ScoredRollout, TrainingBatch
+from nemo_edo.utils.import_path import load_function, said, wanted_arguments
 from nemo_edo.utils.phases import PhaseClock
 
 
@@ -144,3 +146,47 @@ def keep_informative(scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
         return []
     keep = informative_groups(torch.tensor([item.reward for item in scored]), group_numbers(scored))
     return [item for item, kept in zip(scored, keep.tolist(), strict=True) if kept]
+
+
+ARGUMENTS = ("rewards", "group_ids", "successes", "lengths", "finished", "responses", "problem_ids")
+"""What the function can take by name, of a collection's B responses: float32, int64, bool, int64 and bool tensors [B],
+and lists of B texts."""
+
+
+class OwnAdvantages:
+    """An ``AdvantageFunction`` from a user's module (``grpo.advantage``), called with the whole collection: no split of
+    the batch changes a number."""
+
+    def __init__(self, path: str, key: str = "grpo.advantage") -> None:
+        self._function = load_function(path, key)
+        self._name = f"{key} ({path})"
+        self._arguments = wanted_arguments(self._function, ARGUMENTS, self._name)
+
+    def __call__(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
+        """[B] float32. Raises UserError where the function fails, for another shape, and for advantages that are not
+        finite."""
+        rollouts = [item.rollout for item in scored]
+        offered = (
+            rewards.clone(), group_ids.clone(), torch.tensor([item.success for item in scored]),
+            torch.tensor([len(one.response_ids) for one in rollouts]), torch.tensor([one.finished for one in rollouts]),
+            [one.text for one in rollouts], [one.problem_id for one in rollouts],
+        )  # fmt: skip
+        given = dict(zip(ARGUMENTS, offered, strict=True))
+        try:
+            returned = self._function(**{name: given[name] for name in self._arguments})
+        except Exception as error:  # whatever a user's function raises is a user's error
+            raise UserError(f"{self._name} raised {said(error)}; the responses are stored, rerun to resume") from error
+        try:
+            advantages = torch.as_tensor(returned, dtype=torch.float32, device="cpu").detach()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self._name} returned {type(returned).__name__}, which is no tensor ({error})") from error
+        if advantages.shape != (len(scored),):
+            raise UserError(f"{self._name} returned the shape {tuple(advantages.shape)}, expected ({len(scored)},)")
+        strange = (~torch.isfinite(advantages)).nonzero().flatten().tolist()
+        if strange:
+            rollout = scored[strange[0]].rollout
+            raise UserError(
+                f"{self._name} returned {float(advantages[strange[0]])} for response {rollout.sample_index} to problem "
+                f"{rollout.problem_id} ({len(strange)} of {len(scored)} advantages are not finite)"
+            )
+        return advantages

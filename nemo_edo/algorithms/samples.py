@@ -1,11 +1,14 @@
-"""An iteration's samples: generated and scored part by part, or read from stored rollouts."""
+"""An iteration's samples: generated and scored part by part, be it while the one before trains, or read from stored
+rollouts; and those of an older policy, which the exploration term may run over."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from threading import Event
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +16,13 @@ import torch.nn.functional as F
 from nemo_edo.algorithms.collection import Collected, by_problem, response_statistics
 from nemo_edo.algorithms.grpo import keep_informative
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.services import Position, Services
+from nemo_edo.algorithms.services import Ahead, Position, Progress, Services
 from nemo_edo.data.batching import build_batch, place_experts
-from nemo_edo.errors import UserError
+from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.rollouts.resumable import Parts, Watch, require_version
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Problem, Rollout, SamplingParams, ScoredRollout, TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,9 @@ def stored_samples(plan: Plan, t: int, given: RolloutStore) -> IterationSamples:
 def with_older_samples(collected: Collected, plan: Plan, store: RolloutStore, t: int) -> Collected:
     """Iteration t's collection with the samples that its exploration term runs over (``config.explored_iteration``).
 
+    Samples of an older policy are ours, not the paper's: on samples of pi_theta itself the term's expected gradient is
+    zero; on those of an older policy mu it is that of -KL(mu || pi_theta), which pushes the policy away from mu.
+
     Next to each response is one from the earlier iteration's rollouts, which share its minibatches: all of them, in an
     order that run seed and iteration fix, and again from the first where there are fewer. Their log-ratio, with its
     floor, and the noise control's ratio are against mu's log-probabilities as the engine gave them (``old_logprobs`` of
@@ -170,3 +177,66 @@ def _joined(own: TrainingBatch, older: Sequence[Rollout]) -> TrainingBatch:
         wide = F.pad(value, (*(0, 0) * (value.ndim - 2), 0, length - before)) if value.ndim > 1 else value
         joined[name] = torch.cat([wide, rows.tensors().get(name, torch.zeros_like(wide))])
     return TrainingBatch(**joined)
+
+
+LOOKED_EVERY_S = 0.5
+"""How often a training that waits for responses looks whether it is asked to stop."""
+
+
+class InBackground(Ahead):
+    """One step off: the next iteration's samples are generated while this one trains, in a thread, which calls no
+    worker: the main thread does.
+
+    Policy 0 generates those of iterations 0 and 1, policy t - 1 those of every later iteration t: it is the newest when
+    generation begins. The thread puts parts on disk; the iteration then finds them there, as it does after a restart.
+    """
+
+    def __init__(self, run: Services, plan: Plan) -> None:
+        """run: its store is this thread's alone."""
+        self.speed: dict[str, float] = {}
+        self.stop = Event()
+        self._clock, self._plan = run.clock, plan
+        self._progress = run.progress
+        self._waits = Event()
+        self._run = replace(run, progress=_Stoppable(self.stop, self._waits, run.progress), clock=PhaseClock())
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate ahead")
+        self._running: Future | None = None
+
+    def begin(self, iteration: int) -> None:
+        self._running = self._pool.submit(generate_samples, self._run, self._plan, Position(iteration))
+
+    def is_done(self) -> bool:
+        return self._running is None or self._running.done()
+
+    def finish(self) -> None:
+        if self._running is not None:
+            running, self._running = self._running, None
+            self._waits.set()
+            with self._clock.phase("wait"):
+                while not wait([running], LOOKED_EVERY_S).done:
+                    self._progress.stop_if_asked()
+                self.speed = running.result().speed
+            self._waits.clear()
+
+    def close(self) -> None:
+        self.stop.set()
+        with self._clock.phase("wait"):
+            self._pool.shutdown(wait=True)
+
+
+class _Stoppable(Progress):
+    """Ends generation. Its signs of life count while the training ``waits`` for it: otherwise that gives its own."""
+
+    def __init__(self, stop: Event, waits: Event, training: Progress) -> None:
+        self._stop, self._waits, self._training = stop, waits, training
+
+    def reached(self, position: Position, *, saves: bool = True) -> None:
+        self.stop_if_asked()
+
+    def alive(self) -> None:
+        if self._waits.is_set():
+            self._training.alive()
+
+    def stop_if_asked(self) -> None:
+        if self._stop.is_set():
+            raise RunStopped("stopped, with the responses that had ended saved")

@@ -9,15 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_edo.checks import machine, memory
-from nemo_edo.config import NONE, RunConfig
-from nemo_edo.config.compose import NOT_GIVEN
+from nemo_edo.config import NONE, GRPOConfig, RunConfig
+from nemo_edo.config.compose import NOT_GIVEN, arm_configs
 from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model
 from nemo_edo.data.problems import load_source
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.rewards.scorers import check_functions
-from nemo_edo.run.own_advantages import check_advantages
 from nemo_edo.run.tracking import check_names
 from nemo_edo.utils import host_memory
 from nemo_edo.utils.files import check_folder
@@ -64,6 +63,16 @@ def check_settings(cfg: RunConfig, *, functions: bool = True) -> None:
     check_advantages(cfg)
     if functions:
         check_functions(cfg)
+
+
+def check_advantages(cfg: RunConfig) -> None:
+    """Raises UserError for an arm whose function of the user's cannot be called."""
+    for arm, settings in arm_configs(cfg).items():
+        if isinstance(settings, GRPOConfig) and settings.advantage is not None:
+            from nemo_edo.algorithms.grpo import OwnAdvantages  # imports torch
+
+            own = "advantage" in cfg.arms.get(arm, {})
+            OwnAdvantages(settings.advantage, f"arms.{arm}.advantage" if own else "grpo.advantage")
 
 
 def _check_model(cfg: RunConfig) -> ModelShape | None:

@@ -113,7 +113,7 @@ class Study(Grid):
     settings: list[str] = field(default_factory=list)
     """Overrides of every cell."""
     held_out: bool = False
-    """Whether the arms that are not baselines claim better votes than the baselines (``experiments.gains``)."""
+    """Whether the arms that are not baselines claim better votes than the baselines (``study_table.gains``)."""
     keep: str = "results"
     """What is kept of a finished cell's folder: nothing; results, what ``nemo-edo report`` reads; everything."""
 

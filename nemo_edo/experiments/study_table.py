@@ -168,11 +168,16 @@ class Gain:
 
 
 def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote") -> list[Gain]:
-    """For every arm of the rows that is not a baseline: two gains for each task, and two for all tasks.
+    """Whether candidates give better votes than every baseline, the claim of a held-out study: two gains for each task,
+    and two for all tasks, of every arm that is not a baseline.
 
-    baselines: names of arms; the first is the plain method. The last evaluation of each cell counts, at the best
-    temperature. Only complete studies are judged: raises ValueError where an arm lacks a seed on some task, for an arm
-    with several doses, and for fewer than two seeds.
+    A gain is vote@N minus that of the plain method, or of the baseline that is best on the task: with the highest mean
+    on the same responses, which favours the baselines. Every policy is at the temperature that was best on training
+    problems. A training that a guard stopped has no policy to vote with, and counts 0.
+
+    baselines: names of arms; the first is the plain method. The last evaluation of each cell counts. Only complete
+    studies are judged: raises ValueError where an arm lacks a seed on some task, for an arm with several doses, and for
+    fewer than two seeds.
     """
     votes = _votes(rows, baselines, metric)
     best = votes[[*baselines]].groupby("task", sort=False).mean().idxmax(axis=1)
@@ -193,7 +198,8 @@ def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote"
 
 
 def tasks_won(found: Iterable[Gain]) -> dict[str, list[str]]:
-    """The tasks on which each candidate stands above both rivals."""
+    """The tasks on which each candidate is above both baselines: the differences, paired by seed, are at least
+    ``MARGIN`` and stand out after Holm's correction of all tests."""
     table = pd.DataFrame([(one.candidate, one.task, one.stands) for one in found], columns=["candidate", "task", "won"])
     both = table[table["task"] != ALL_TASKS].groupby(["candidate", "task"], sort=False)["won"].all()
     return {candidate: list(both[candidate].index[both[candidate]]) for candidate in table["candidate"].unique()}

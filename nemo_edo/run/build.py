@@ -168,9 +168,8 @@ class Builder:
 
     def objective(self, training: GRPOConfig | IDPOConfig, seed: int) -> Objective:
         """The objective of Algorithm 1 that ``training`` configures. seed: the arm's, of random choices."""
-        from nemo_edo.algorithms.grpo import GRPO
+        from nemo_edo.algorithms.grpo import GRPO, OwnAdvantages
         from nemo_edo.algorithms.idpo import IDPO
-        from nemo_edo.run.own_advantages import OwnAdvantages
 
         data = self._data
         if isinstance(training, IDPOConfig):

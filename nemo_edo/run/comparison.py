@@ -128,8 +128,9 @@ def batch(ids: Tensor) -> TrainingBatch:
 
 
 def main(folder: str, out: str, rounded: str) -> None:
-    """Of the token ids in ``out``/tokens.pt, writes [1 or 2, B, T - 1] in fp32, followed by those in bf16 where
-    ``rounded`` is not empty, to ``out``/logprobs.pt."""
+    """In a separate process, which takes the memory of transformers' copy with it: of the token ids in
+    ``out``/tokens.pt, writes [1 or 2, B, T - 1] in fp32, followed by those in bf16 where ``rounded`` is not empty, to
+    ``out``/logprobs.pt."""
     end_with(os.getppid())
     from transformers import AutoModelForCausalLM
 

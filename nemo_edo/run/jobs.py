@@ -21,10 +21,9 @@ from nemo_edo.generation.dispatch import limit_s
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder, RunSettings
-from nemo_edo.run.console import RunConsole
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.folder import METRICS, TRACKED, RunFolder
-from nemo_edo.run.metrics_log import MetricsLog
+from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 from nemo_edo.run.policy_evaluation import Replacement, early_stop, evaluate_policy
 from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices

@@ -1,4 +1,5 @@
-"""The lines of metrics.jsonl, written as a run measures them and cut where it resumes."""
+"""The lines of metrics.jsonl, written as a run measures them and cut where it resumes, and what of them the terminal
+shows: an iteration's samples, an evaluation, the time left."""
 
 from __future__ import annotations
 
@@ -13,7 +14,10 @@ from typing import Any
 import xxhash
 
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation.results import POOLED, main_metrics
 from nemo_edo.run.folder import RESTORE
+from nemo_edo.utils.phases import PHASES
+from nemo_edo.utils.status_line import StatusLine
 
 PLACES = ("iteration", "policy_version", "step")
 """Numbers of a line that say where it belongs, and are not measurements."""
@@ -114,3 +118,151 @@ class MetricsLog:
         self._file.truncate(size)
         self._lines = Counter((line["arm"], line["kind"]) for line in lines)
         self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)
+
+
+WIDTH = 80
+"""Columns that a line takes at most, by a shorter name of its arm."""
+SHORTEST_NAME = 6
+WARM_UP_LINES = 10
+"""Lines of a warm-up at most, where every line stays."""
+SHOWN = {"reward": "reward", "kl": "KL", "entropy": "H", "response_length": "len"}
+"""Statistics of a collection, and what a line calls them."""
+_NAMES = {"greedy_accuracy": "greedy", "accuracy": "sampled", "distinct_4": "dist-4", "entropy": "H"}
+
+
+class RunConsole:
+    """Takes what a run logs, stage by stage, and prints a line of it; nothing is computed for that.
+
+    On a terminal the latest line is replaced by the next, and only what ends a stage stays. A pipe and a log file get
+    every line.
+
+    sizes: the steps of the warm-up and the iterations of each arm, by stage in their order. clock: in seconds.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], clock: Callable[[], float] = time.monotonic) -> None:
+        self._sizes = dict(sizes)
+        self._clock = clock
+        self._line = StatusLine()
+        self._stage = next(iter(sizes))
+        self._reached: list[tuple[int, float]] = []
+        """The steps, or iterations, that are done, and when: of this process in this stage."""
+        self._arms_pace: float | None = None
+        """Seconds for an iteration of an arm, as far as known."""
+        self._evaluation_s = 0.0
+        self._text = ""
+        self._phases: Counter[str] = Counter()
+        """Seconds of the stage."""
+        self._all_phases: Counter[str] = Counter()
+        """Seconds of the run, as far as this process has seen it."""
+
+    @property
+    def stage(self) -> str:
+        return self._stage
+
+    def begin(self, stage: str) -> None:
+        self._stage, self._reached, self._text = stage, [], ""
+
+    def close(self) -> None:
+        self._line.close()
+
+    def __call__(self, kind: str, values: Mapping[str, Any]) -> None:
+        """A line of the current stage's metrics, its clocks among the values."""
+        total = self._sizes[self._stage]
+        if kind == "sft_step":
+            done = values["step"] + 1
+            self._reached.append((done, self._clock()))
+            stays = done == total or done % -(-total // WARM_UP_LINES) == 0
+            if stays or self._line.is_due:
+                self._show(done, total - done, f"loss {short(values['loss'])}", stays=stays)
+        elif kind == "collection":  # an iteration's samples, on which the policy is going to be trained
+            done = values["iteration"]
+            self._reached.append((done, self._clock()))
+            self._arms_pace = self._pace() or self._arms_pace
+            measured = [f"{word} {short(values[name])}" for name, word in SHOWN.items() if name in values]
+            self._show(done + 1, total - done, " ".join(measured), stays=True)
+        elif kind == "evaluation":
+            metrics = values["metrics"]
+            shown = (name for name in main_metrics(list(metrics)) if name != POOLED)
+            means = (f"{_NAMES.get(name, name)} {short(metrics[name]['mean'])}" for name in shown)
+            if values["final"]:
+                self._evaluation_s = values["evaluation_s"]
+            when = f"after {values['iteration']}: " if total else ""
+            self.say(self._with_place(f"{when}{' '.join(means)}"))
+        elif kind == "phases":
+            seconds = {name: values[f"{name}_s"] for name in ("wall", *PHASES)}
+            self._phases.update(seconds)
+            self._all_phases.update(seconds)
+            if values["report_s"]:
+                self.say(time_line("run", self._all_phases))
+            elif "iteration" not in values:  # the end of a stage
+                self.say(self._with_place(time_line("took", self._phases)))
+                self._phases.clear()
+        elif self._text and self._line.is_due:
+            self._line.show(self._text)
+
+    def _show(self, number: int, left: int, measured: str, *, stays: bool) -> None:
+        """left: the steps or iterations that are not done."""
+        parts, pace = [f"{number}/{self._sizes[self._stage]}", measured], self._pace()
+        if pace is not None:
+            here, later = pace * left + self._evaluation_s, list(self._sizes)[self._place + 1 :]
+            parts += [f"{short(pace)} s/it", f"left {clock_time(here)}"]
+            if not later or self._arms_pace is not None:
+                others = sum(self._sizes[name] * (self._arms_pace or 0.0) + self._evaluation_s for name in later)
+                parts += [f"run ~{clock_time(here + others)}"]
+        self._text = self._with_place(" ".join(parts))
+        if not self._line.is_possible:
+            if stays:
+                self.say(self._text)
+        elif stays or self._line.is_due:
+            self._line.show(self._text)
+
+    def _pace(self) -> float | None:
+        """Seconds for a step or an iteration, of those that this process has taken in this stage."""
+        if len(self._reached) < 2:
+            return None
+        (first, begun), (last, now) = self._reached[0], self._reached[-1]
+        return (now - begun) / (last - first)
+
+    @property
+    def _place(self) -> int:
+        return list(self._sizes).index(self._stage)
+
+    def _with_place(self, text: str) -> str:
+        """The stage in front, its name cut where the line would be too wide for a terminal; of a run that trains
+        nothing, which has one stage, nothing."""
+        if not any(self._sizes.values()):
+            return text
+        place = f"[{self._place + 1}/{len(self._sizes)}]"
+        room, name = max(WIDTH - len(place) - len(text) - 2, SHORTEST_NAME), self._stage
+        if len(name) > room and self._line.is_possible:
+            name = f"{name[: room - 1]}…"
+        return f"{place} {name} {text}"
+
+    def say(self, text: str) -> None:
+        """A line that stays; on a terminal it appears above the one that changes."""
+        print(text, flush=True)
+
+
+def time_line(name: str, seconds: Mapping[str, float]) -> str:
+    """The wall time, and the share of each phase that has at least one percent of it, the largest first."""
+    wall = seconds["wall"]
+    shares = {phase: 100 * seconds[phase] / wall for phase in PHASES}
+    named = sorted((one for one in shares.items() if one[1] >= 1), key=lambda one: -one[1])
+    parts = (f"{phase.replace('_', ' ')} {share:.0f}%" for phase, share in named)
+    return f"{name} {clock_time(wall)}: {', '.join(parts)}"
+
+
+def short(number: float) -> str:
+    """A number in few characters: 0, .64, 21, 1.8, 3e-05."""
+    size = abs(number)
+    if size >= 9.95 or number == 0:
+        return f"{number:.0f}"
+    text = f"{number:.1f}" if size >= 0.995 else f"{number:.2f}" if size >= 0.095 else f"{number:.1g}"
+    return text.replace("0.", ".", 1) if size < 0.995 else text
+
+
+def clock_time(seconds: float) -> str:
+    """0:12, 1:40 or 2:03:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

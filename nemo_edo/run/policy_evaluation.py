@@ -219,8 +219,8 @@ class EarlyStop:
 
 
 def early_stop(config: EarlyStopConfig, folder: RunFolder, arm: str, last: int | None = None) -> EarlyStop | None:
-    """Where the arm's stored evaluations end its training; None where they do not. last: the last iteration whose
-    evaluation counts; None: all."""
+    """Where the arm's stored evaluations end its training, for a resumed run and whoever opens the run later, too; None
+    where they do not. last: the last iteration whose evaluation counts; None: all."""
     metric = config.metric
     if metric is None:
         return None

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_edo.algorithms.ahead import InBackground
+from nemo_edo.algorithms.samples import InBackground
 from nemo_edo.config import BoundsConfig
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_edo.run.console import RunConsole
+from nemo_edo.run.metrics_log import RunConsole
 
 NAME = "ed_grpo_with_a_floor_and_a_very_long_name"
 

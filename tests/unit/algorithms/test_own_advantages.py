@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers.responses import scored
 
-from nemo_edo.algorithms.grpo import GRPO
+from nemo_edo.algorithms.grpo import GRPO, OwnAdvantages
+from nemo_edo.checks.preflight import check_advantages
 from nemo_edo.config import GRPOConfig
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.run.own_advantages import OwnAdvantages, check_advantages
 
 CODE = """
 import torch
