@@ -40,7 +40,6 @@ from nemo_edo.run.made_from import require_served
 
 if TYPE_CHECKING:
     from nemo_edo.algorithms.collection import Objective
-    from nemo_edo.evaluation.results import Evaluation
     from nemo_edo.generation.server_engine import ServerEngine
     from nemo_edo.interfaces import GenerationEngine, WeightSync
     from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
@@ -76,7 +75,8 @@ class RunSettings:
         return cls(**own, **{name: getattr(cfg, name) for name in cls.__dataclass_fields__ if name not in own})
 
     def final_iteration(self, policy: str) -> int:
-        """The number under which a policy's final evaluation is kept (``stored_run.final_iteration``)."""
+        """The number under which a policy's final evaluation is kept: the iterations of its arm, also where fewer were
+        trained (``early_stop``), as the short evaluation before that iteration has the other number."""
         return self.arms[policy].iterations if policy in self.arms else 0
 
 
@@ -292,14 +292,6 @@ class Builder:
         return build_server_sync(self._cfg, self._folder.path, folder, model.workers, engine)
 
     # --- results --------------------------------------------------------------------------------------------------
-
-    def analyse_test_time(
-        self, arm: str, stores: Mapping[str, RolloutStore], temperature: float
-    ) -> tuple[Evaluation, list[str]]:
-        """What voting, best-of-N and weights make of an arm's responses."""
-        from nemo_edo.run.stored_run import analyse_arm
-
-        return analyse_arm(self._folder, self._cfg, arm, stores, temperature)
 
     def summary(self, seconds: Mapping[str, float]) -> dict:
         """The content of summary.json."""

@@ -25,6 +25,7 @@ from nemo_edo.run.build import RunSettings
 from nemo_edo.run.folder import METRICS, REPLACEMENT, RunFolder
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.run.stored_run import analyse_arm
 from nemo_edo.run.summary import SOLUTION_COLUMNS, solution_rows
 from nemo_edo.run.tracking import log_table
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
@@ -118,7 +119,7 @@ def evaluate_policy(
     if anew is None:
         folder.write_evaluation(evaluation, None if final else iteration)
     if final:
-        test_time, notes = run.builder.analyse_test_time(arm, stores, evaluation.temperature)
+        test_time, notes = analyse_arm(folder, settings, arm, stores, evaluation.temperature)
         print(*notes, sep="\n", end="\n" if notes else "")
         if anew is None:
             folder.write_results(folder.test_time(arm), test_time)

@@ -16,6 +16,7 @@ from nemo_edo.evaluation.results import KINDS, START, Evaluation, check_arm_name
 from nemo_edo.evaluation.stored import aggregated, analyse, differences, differences_table, table, weighs
 from nemo_edo.rollouts.score_store import ScoreStore
 from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.build import RunSettings
 from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.made_from import require_noted
 from nemo_edo.types import ScoredRollout
@@ -59,7 +60,8 @@ class StoredRun:
 
     def evaluation_responses(self, policy: str, kind: str) -> list[ScoredRollout]:
         """The "greedy" or "sampled" responses of the policy's final evaluation, sorted by problem and sample."""
-        return RolloutStore(self.folder.evaluated(policy, kind)).read(final_iteration(self.cfg, policy))
+        iteration = RunSettings.of(self.cfg).final_iteration(policy)
+        return RolloutStore(self.folder.evaluated(policy, kind)).read(iteration)
 
     def with_rollouts(self, arms: Sequence[str]) -> list[str]:
         """The given arms, or all if none are given, that have stored training responses; errors as for
@@ -87,13 +89,6 @@ class StoredRun:
         if not there:
             raise UserError(f"{self.folder.path}: {none}")
         return list(names or there)
-
-
-def final_iteration(cfg: RunConfig, policy: str) -> int:
-    """The number under which a policy's final evaluation is kept: the iterations of its arm, also where fewer were
-    trained (``early_stop``), as the short evaluation before that iteration has the other number."""
-    trained = arm_configs(cfg)
-    return trained[policy].iterations if policy in trained else 0
 
 
 def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
@@ -126,7 +121,7 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
             label = shown if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{shown}"
             stores = {kind: RolloutStore(folder.evaluated(name, kind)) for kind in KINDS}
             temperature = load_evaluation(folder.evaluation(name)).temperature
-            evaluations[label], notes = analyse_arm(folder, cfg, name, stores, temperature)
+            evaluations[label], notes = analyse_arm(folder, RunSettings.of(cfg), name, stores, temperature)
             folder.write_results(folder.test_time(name), evaluations[label])
             said += notes
         settings = {"resamples": opened[0].cfg.evaluation.bootstrap, "seed": opened[0].cfg.seed}
@@ -142,11 +137,11 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
 
 
 def analyse_arm(
-    folder: RunFolder, cfg: RunConfig, arm: str, stores: Mapping[str, RolloutStore], temperature: float
+    folder: RunFolder, settings: RunSettings, arm: str, stores: Mapping[str, RolloutStore], temperature: float
 ) -> tuple[Evaluation, list[str]]:
     """What more compute makes of an arm's responses of a final evaluation, by ``KINDS``, sampled at a temperature; and
     which scores were left out and why."""
-    iteration, settings = final_iteration(cfg, arm), cfg.evaluation
+    config, iteration = settings.evaluation, settings.final_iteration(arm)
     greedy, sampled = (read_samples(stores[kind], iteration) for kind in KINDS)
     scores, said = {}, []
     for path in sorted(folder.scores(arm, "x").parent.glob("*/sampled.parquet")):
@@ -154,8 +149,8 @@ def analyse_arm(
         if scored != sampled.checksum:
             said.append(f"{path}: left out: it scores other responses than the stored ones; score them again")
             continue
-        scores[name] = aggregated(name, sampled.steps(steps), settings.aggregation)
+        scores[name] = aggregated(name, sampled.steps(steps), config.aggregation)
         if not weighs(scores[name]):
             said.append(f"weighted@k/{name} of {arm}: left out: votes' weights must be at least 0, and these are not")
-    fixed = {"each": settings.samples, "subsets": settings.vote_subsets, "seed": cfg.seed, "temperature": temperature}
-    return analyse(arm, greedy, sampled, scores, **fixed), said
+    fixed = {"each": config.samples, "subsets": config.vote_subsets, "seed": settings.seed}
+    return analyse(arm, greedy, sampled, scores, temperature=temperature, **fixed), said

@@ -24,10 +24,10 @@ from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_form
 from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.reward_models.score_run import made_by
 from nemo_edo.run import inputs, jobs
-from nemo_edo.run.build import Builder
+from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.stop_signal import StopSignal
-from nemo_edo.run.stored_run import final_iteration, open_run
+from nemo_edo.run.stored_run import open_run
 from nemo_edo.search.search_store import SearchRecord, SearchStore
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath
@@ -155,7 +155,7 @@ def _engine(cfg: RunConfig, builder: Builder, arm: str) -> GenerationEngine:
         return builder.servers
     model = builder.model(cfg.sft) if cfg.algorithm == NONE else builder.trained(arm)
     builder.connect(model)
-    model.weight_sync.push(final_iteration(cfg, arm))
+    model.weight_sync.push(RunSettings.of(cfg).final_iteration(arm))
     return model.engine
 
 
