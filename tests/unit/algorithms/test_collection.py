@@ -125,19 +125,6 @@ def test_votes_and_pass_at_k_are_those_of_each_group(table_policy):
     assert "pass@5" not in statistics
 
 
-def test_the_ratios_of_trainer_to_engine_are_those_of_response_tokens_at_every_percentile(table_policy):
-    gaps = [0.01 * place for place in range(-50, 51)]  # log pi_old - log pi_gen: an odd number, the median is 0
-    samples = [scored("a", 0, tuple(range(1, 102)), 1.0, log_prob=-1.0)]
-    policy = table_policy(logprobs=[[1e6, *(-1.0 + gap for gap in gaps)]])
-    found = statistics_of(samples, policy)
-    assert found["sampler_ratio_p50"] == pytest.approx(1.0)
-    assert found["sampler_ratio_p1"] == pytest.approx(math.exp(-0.49))
-    assert found["sampler_ratio_p99"] == pytest.approx(math.exp(0.49))
-    assert found["sampler_ratio_max"] == pytest.approx(math.exp(0.5))
-    assert found["sampler_kl_k1"] == pytest.approx(0.0, abs=1e-6)
-    assert found["sampler_kl_k3"] == pytest.approx(sum(math.exp(gap) - 1 - gap for gap in gaps) / 101, rel=1e-5)
-
-
 def batch_of(mask: list[list[int]], **fields) -> TrainingBatch:
     mask = torch.tensor(mask, dtype=torch.float32)
     tokens = torch.zeros(mask.shape[0], mask.shape[1] + 1, dtype=torch.long)
