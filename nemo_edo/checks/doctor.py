@@ -24,8 +24,8 @@ from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model, weight_files
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import estimate_bytes, free_bytes
-from nemo_edo.utils import host_memory
 from nemo_edo.utils.files import check_folder
+from nemo_edo.utils.memory import total_bytes
 
 DEFAULT_GPU = 80 * 10**9  # bytes of a hypothetical GPU: an H100's
 INDENT = 13
@@ -90,7 +90,7 @@ def devices(gpus: list[Gpu], count: int | None, memory: int | None) -> Devices:
     """The machine's, or hypothetical ones instead; without either, the CPU as one device."""
     here = count is None and memory is None
     if here and not gpus:
-        return Devices(here, 1, host_memory.total_bytes(), cpu=True)
+        return Devices(here, 1, total_bytes(), cpu=True)
     smallest = min((gpu.bytes for gpu in gpus), default=DEFAULT_GPU)
     return Devices(here, count or len(gpus) or 1, memory or smallest)
 

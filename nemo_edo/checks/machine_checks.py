@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 from nemo_edo.checks import installed
 from nemo_edo.checks.machine import CheckError, Finding, Machine, failed, impossible, passed
 from nemo_edo.errors import UserError
-from nemo_edo.utils import host_memory
+from nemo_edo.utils.memory import total_bytes
 from nemo_edo.utils.ranks import first_that_resolves
 
 NEIGHBOURS = 4  # ranks that each rank connects to: with all, 512 ranks would open 260,000 connections
@@ -76,7 +76,7 @@ def driver(machine: Machine) -> Finding:
 
 
 def memory(machine: Machine) -> Finding:
-    return passed(f"{host_memory.total_bytes() / 1e9:.1f} GB of the host")
+    return passed(f"{total_bytes() / 1e9:.1f} GB of the host")
 
 
 def gpus(machine: Machine) -> Finding:

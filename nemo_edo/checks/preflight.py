@@ -18,8 +18,8 @@ from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.rewards.scorers import check_functions
 from nemo_edo.run.tracking import check_names
-from nemo_edo.utils import host_memory
 from nemo_edo.utils.files import check_folder
+from nemo_edo.utils.memory import total_bytes
 
 
 def preflight(cfg: RunConfig) -> RunConfig:
@@ -44,7 +44,7 @@ def preflight(cfg: RunConfig) -> RunConfig:
     # A process has a GPU, or its share of the host's memory.
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     gpus = machine.gpus()
-    each = min(gpu.bytes for gpu in gpus) if gpus else host_memory.total_bytes() // local
+    each = min(gpu.bytes for gpu in gpus) if gpus else total_bytes() // local
     return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus, must_fit=bool(gpus))
 
 

@@ -225,7 +225,7 @@ def _tell_failures(failures: list[FailedCell]) -> None:
 
 def _jobs():
     """Imports torch and Megatron: called only once the configuration is valid."""
-    from nemo_edo.utils.garbage import large_imports
+    from nemo_edo.utils.memory import large_imports
 
     _quiet()
     with large_imports():

@@ -253,29 +253,18 @@ def clipped_surrogate(
     return surrogate, held
 
 
-def cispo_surrogate(
-    logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """clip(ratio, 1 - clip_low, 1 + clip_high) A log pi at each token, to be maximised (MiniMax 2025, eq. 4), and where
-    the ratio is cut off.
-
-    The ratio is a constant, so that no token loses its gradient, unlike in ``clipped_surrogate``. clip_low 1: no lower
-    bound. The value is not PPO's: it is that of REINFORCE, weighted.
-    """
-    ratio = log_ratio.detach().exp()
-    require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
-    low, high = 1 - clip_low, 1 + clip_high
-    held = {"low": ratio < low, "high": ratio > high, "dual": torch.zeros_like(ratio, dtype=torch.bool)}
-    return ratio.clamp(low, high) * advantages * logprobs, held
-
-
 def _surrogate(
     logprobs: Tensor, log_ratio: Tensor, advantages: Tensor, valid: Tensor, config: GRPOLossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[B, T], to be maximised, and where it is clipped: config.surrogate."""
-    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.surrogate == "cispo":
-        return cispo_surrogate(logprobs, log_ratio, advantages, **clips)
+        # clip(ratio) A log pi (MiniMax 2025, eq. 4). The ratio is a constant, so that no token loses its gradient, and
+        # clip_low 1 is no lower bound. The value is not PPO's: it is that of REINFORCE, weighted.
+        ratio = log_ratio.detach().exp()
+        require_finite("the ratio exp(logprobs - old_logprobs)", ratio)
+        low, high = 1 - config.clip_low, 1 + config.clip_high
+        held = {"low": ratio < low, "high": ratio > high, "dual": torch.zeros_like(ratio, dtype=torch.bool)}
+        return ratio.clamp(low, high) * advantages * logprobs, held
     if config.surrogate == "reinforce":
         nowhere = torch.zeros_like(logprobs, dtype=torch.bool)
         return advantages * logprobs, {"low": nowhere, "high": nowhere, "dual": nowhere}
@@ -284,7 +273,9 @@ def _surrogate(
         # the gradient that of its own log pi_theta. With [B] advantages and "seq-mean-token-mean", plain GSPO's.
         mean_B = log_ratio.detach().sum(dim=1) / valid.sum(dim=1).clamp(min=1)
         log_ratio = mean_B[:, None] + (log_ratio - log_ratio.detach())
-    return clipped_surrogate(log_ratio, advantages, **clips, dual_clip=config.dual_clip)
+    return clipped_surrogate(
+        log_ratio, advantages, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
+    )
 
 
 def _exploration(

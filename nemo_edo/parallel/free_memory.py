@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from nemo_edo.utils.host_memory import available_bytes
+from nemo_edo.utils.memory import available_bytes
 
 
 def free_gpu_memory() -> list[int]:

@@ -22,7 +22,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Union
 
 from nemo_edo.data.prompts import Markup
 from nemo_edo.data.tokenizer import load_tokenizer
@@ -50,17 +50,6 @@ class Encoded:
     """The position of the token at which each step's score is read, in order."""
 
 
-class RewardFormat(Protocol):
-    """How a kind of reward model encodes paths."""
-
-    separator: str
-    """The default separator of two steps of a response."""
-
-    def encode(self, path: StepPath) -> list[Encoded]:
-        """The sequences whose positions, in order, give the scores of the path's steps. A path without steps has one
-        score, at the end of the question."""
-
-
 @dataclass(frozen=True)
 class OwnSettings:
     """The content of ``reward_model.json``."""
@@ -80,6 +69,7 @@ def split_steps(text: str, separator: str) -> tuple[str, ...]:
 
 class QwenFormat:
     separator = "\n\n"
+    """The default separator of two steps of a response."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -90,6 +80,8 @@ class QwenFormat:
         self._markup = Markup(tokenizer, template=QWEN_STEP)
 
     def encode(self, path: StepPath) -> list[Encoded]:
+        """The sequences whose positions, in order, give the scores of the path's steps. A path without steps has one
+        score, at the end of the question. The other formats do likewise."""
         steps = [self._markup.text(step) for step in path.steps]
         messages = [
             {"role": "system", "content": QWEN_SYSTEM},
@@ -159,6 +151,9 @@ class OwnFormat:
     def last(self, path: StepPath) -> tuple[int, ...]:
         """The sequence at whose end the last step's score is read."""
         return self.encode(path)[-1].ids
+
+
+RewardFormat = Union[QwenFormat, SkyworkFormat, OwnFormat]
 
 
 @dataclass(frozen=True)

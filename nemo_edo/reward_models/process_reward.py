@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,23 +15,15 @@ from nemo_edo.rollouts.score_store import StepScores
 from nemo_edo.test_time.search_llm import StepPath, StepScore
 from nemo_edo.types import Rollout
 
+if TYPE_CHECKING:
+    from nemo_edo.reward_models.vllm_pooling import ServedRewardModel
+
 EMPTY = ("",)
 """The steps of a response without any: a single empty one, so that it has a score."""
 
 
-class StepRewards(Protocol):
-    """A process reward model, in this process or on servers."""
-
-    format: RewardFormat
-    max_length: int | None
-    """Tokens of a sequence that it accepts; None: unknown."""
-
-    def score_encoded(self, encoded: Sequence[Sequence[Encoded]]) -> list[tuple[float, ...]]:
-        """The scores, in [0, 1], of each path's steps, in order."""
-
-
 class ProcessRewardModel:
-    """A StepRewards and a StepScorer.
+    """Scores the steps of stored responses (``score_encoded``), and those of a search, as a StepScorer.
 
     Scores are probabilities that a step is right: sigmoids of log-odds. Paths are computed in order of length, equal
     ones once; a path's score depends on the others of a call only through the rounding of padded rows. The same call
@@ -61,6 +53,7 @@ class ProcessRewardModel:
         self._pad_id = about.config.get("pad_token_id") or 0  # any id works: padding is masked
 
     def score_encoded(self, encoded: Sequence[Sequence[Encoded]]) -> list[tuple[float, ...]]:
+        """The scores, in [0, 1], of each path's steps, in order."""
         found = self._compute(encoded, embeddings=False)
         return [tuple(torch.sigmoid(margins_).tolist()) for margins_, _ in found]
 
@@ -107,7 +100,9 @@ def encode_responses(
     return [form.encode(path) for path in paths]
 
 
-def scores_or_zeros(model: StepRewards, encoded: Sequence[Sequence[Encoded]], limit: int | None) -> list[StepScores]:
+def scores_or_zeros(
+    model: ProcessRewardModel | ServedRewardModel, encoded: Sequence[Sequence[Encoded]], limit: int | None
+) -> list[StepScores]:
     """The scores of the steps of each response; zeros where it is longer than ``limit`` tokens."""
     long = set(too_long(encoded, limit))
     found = iter(model.score_encoded([parts for place, parts in enumerate(encoded) if place not in long]))

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_edo.config import ScoreConfig
 from nemo_edo.data.batching import minibatches
@@ -16,7 +17,6 @@ from nemo_edo.evaluation.results import KINDS
 from nemo_edo.reward_models.formats import RewardFolder, load_format, read_reward_folder, too_long
 from nemo_edo.reward_models.process_reward import (
     ProcessRewardModel,
-    StepRewards,
     encode_responses,
     require_fitting,
     scores_or_zeros,
@@ -24,6 +24,9 @@ from nemo_edo.reward_models.process_reward import (
 from nemo_edo.rollouts.score_store import ScoreStore, check_score_name, rollouts_checksum
 from nemo_edo.run.folder import taken
 from nemo_edo.run.stored_run import StoredRun, open_run
+
+if TYPE_CHECKING:
+    from nemo_edo.reward_models.vllm_pooling import ServedRewardModel
 
 _HASHED_BYTES = 1 << 20
 """Bytes at each end of a weights file that identify a model."""
@@ -102,7 +105,7 @@ def made_by(folder: Path) -> str:
 
 
 @contextmanager
-def _scorer(about: RewardFolder, cfg: ScoreConfig, work: Path) -> Iterator[StepRewards]:
+def _scorer(about: RewardFolder, cfg: ScoreConfig, work: Path) -> Iterator[ProcessRewardModel | ServedRewardModel]:
     """The model, in this process or on servers; servers that are started for it are stopped at the end."""
     if not cfg.serve and not cfg.servers.urls:
         yield ProcessRewardModel(about.path, device=cfg.device, dtype=cfg.dtype, batch_tokens=cfg.batch_tokens)

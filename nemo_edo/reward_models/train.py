@@ -242,11 +242,9 @@ def _last_checkpoint(folder: Path) -> str | None:
 def ranking_accuracy(
     network: PreTrainedModel, groups: Sequence[EncodedGroup], collator: Any, *, resamples: int, seed: int
 ) -> dict[str, dict[str, float]]:
-    """How often a right step scores above a wrong step of the same question; a tie counts 1/2, chance is 1/2.
-
-    For "all" pairs, and for pairs with "one_prefix" (absent where there are none): the mean over pairs, the 95 %
-    interval over questions, and the numbers of pairs and questions.
-    """
+    """How often a right step scores above a wrong step of the same question; a tie counts 1/2, chance is 1/2. For "all"
+    pairs, and for pairs with "one_prefix" (absent where there are none): the mean over pairs, the 95 % interval over
+    questions, and the numbers of pairs and questions."""
     was_training = network.training
     network.eval()
     scores: dict[tuple[int, ...], float] = {}

@@ -65,7 +65,7 @@ class VLLMPooling(VLLM):
 
 
 class ServedRewardModel:
-    """A StepRewards whose network runs on servers. Paths are encoded here, as its folder says."""
+    """A process reward model whose network runs on servers. Paths are encoded here, as its folder says."""
 
     def __init__(self, about: RewardFolder, replicas: Sequence[Replica], settings: ServersConfig) -> None:
         """replicas: ready ones that serve the folder's model."""
@@ -138,21 +138,17 @@ def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Pa
     ``serving``."""
     if settings.urls:
         return replicas_at_urls(settings)
-    model = about.path
+    model, pooler = about.path, {}  # the pooler: what vLLM does not take from the model's own files
     if about.own is None and about.architecture == SKYWORK:
         model = write_servable(about.path, work / "served")
-    return managed_replicas(_api(about, settings, work, bool(gpus)), model, gpus)
-
-
-def _api(about: RewardFolder, settings: ServersConfig, work: Path, on_gpus: bool) -> VLLMPooling:
-    pooler: dict[str, Any] = {}  # what vLLM does not take from the model's own files
-    if about.own is None and about.architecture != SKYWORK:
+    elif about.own is None:
         # vLLM assumes the id that <extra_0> has in Qwen's tokenizer; another tokenizer may have another.
         pooler = {"tok_pooling_type": "STEP", "step_tag_id": load_format(about).step_id}
-    elif about.own is not None and not about.is_encoder:
+    elif not about.is_encoder:
         pooler = {"task": TOKENS}  # the default of a sequence classifier is one row per sequence
     arguments = ("--pooler-config", json.dumps(pooler)) if pooler else ()
-    return VLLMPooling(settings, settings.dtype or ("bfloat16" if on_gpus else "float32"), work, arguments=arguments)
+    dtype = settings.dtype or ("bfloat16" if gpus else "float32")
+    return managed_replicas(VLLMPooling(settings, dtype, work, arguments=arguments), model, gpus)
 
 
 def write_servable(folder: Path, out: Path) -> Path:

@@ -19,7 +19,7 @@ from nemo_edo.data.exported_files import parameters, write_truncated
 from nemo_edo.data.model_folder import read_fields
 from nemo_edo.errors import UserError
 from nemo_edo.types import TrainingBatch
-from nemo_edo.utils import host_memory
+from nemo_edo.utils.memory import available_bytes
 from nemo_edo.utils.processes import end_with
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Comparison:
         self._precision, self._source, self._scratch = cfg.precision, folder, scratch
         self.folder, self.layers = folder, None
         fields, needed = read_fields(folder), 4 * parameters(folder)
-        if needed > min(MOST_BYTES, host_memory.available_bytes() // 2):
+        if needed > min(MOST_BYTES, available_bytes() // 2):
             stages = cfg.parallelism.pipeline_model_parallel_size
             chunks = stages * (cfg.parallelism.virtual_pipeline_model_parallel_size or 1)
             self.folder = scratch / "truncated"

@@ -33,7 +33,7 @@ from nemo_edo.run.stored_run import StoredRun, evaluate_stored, open_run
 from nemo_edo.run.summary import examples, kept, kept_warnings
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
 from nemo_edo.utils.files import checksum, read_object, temporary_name
-from nemo_edo.utils.garbage import large_imports
+from nemo_edo.utils.memory import large_imports
 from nemo_edo.utils.phases import PhaseClock
 from nemo_edo.utils.wording import did_you_mean, printable
 from nemo_edo.worker.dispatch import workers

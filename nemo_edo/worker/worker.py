@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, ParallelismConfig, SFTConfig
-from nemo_edo.utils.garbage import free_unused_memory
+from nemo_edo.utils.memory import free_unused_memory
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,13 +10,15 @@ import config_table
 import pytest
 import site_hooks
 
+import nemo_edo
 import nemo_edo.checks.selftest
 import nemo_edo.run
 import nemo_edo.search
+from nemo_edo import losses, metrics, test_time
 from nemo_edo.cli import main
 from nemo_edo.cli.arguments import COMMANDS as DECLARED
 from nemo_edo.config import RunConfig
-from nemo_edo.config.compose import arm_configs, compose_job, compose_run, resolved_yaml
+from nemo_edo.config.compose import compose_job, compose_run, resolved_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
@@ -67,43 +68,11 @@ def ends_of_lists(argument: str) -> str:
     return re.sub(r"^([\w.]+=[\w.-]+)(?:,[\w.-]+)*(,[\w.-]+)$", r"\1\2", argument)
 
 
-def check_arm(arm: str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The quickstart's config with the overrides; the arm is one of its arms."""
-    cfg = compose_run("quickstart", list(overrides))
-    assert arm in {None, "warmup", *arm_configs(cfg)}
-    return cfg
-
-
 class Jobs:
-    """Replaces nemo_edo.run.jobs and nemo_edo.search.job: checks arguments without a model, a run or its responses."""
+    """Replaces nemo_edo.run.jobs and nemo_edo.search.job: takes a command's arguments, and does nothing."""
 
-    def train(self, cfg: RunConfig, begun: float | None = None) -> None:
-        pass
-
-    def collect(self, cfg: RunConfig, arm: str | None) -> None:
-        assert arm is None or arm in arm_configs(cfg)
-
-    def evaluate(self, run: Path | list[Path], arm: str | None, overrides: list[str]) -> list[str]:
-        check_arm(arm, overrides)
-        return []
-
-    def evaluate_model(self, cfg: RunConfig) -> list[str]:
-        assert cfg.algorithm == "none"
-        return []
-
-    def replay(self, file: Path, overrides: list[str]) -> None:
-        assert file.parent.name == "failures" and not overrides
-
-    def export(self, run: Path, out: Path, arm: str | None, size: int, adapter: bool, repository: None) -> None:
-        assert arm is not None and check_arm(arm)
-
-    def search(self, run: Path, arm: str | None, overrides: list[str]) -> list[str]:
-        assert arm is not None and check_arm(arm, overrides).search.reward_model
-        return []
-
-    def search_model(self, cfg: RunConfig) -> list[str]:
-        assert cfg.algorithm == "none" and cfg.search.reward_model
-        return []
+    def __getattr__(self, name: str):
+        return lambda *arguments: []
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +201,15 @@ def test_settings_that_a_page_names_exist(quickstart: RunConfig, page: str):
 
 def test_the_page_of_the_command_line_is_current():
     assert cli_page.page() == PAGES["cli.md"], "run: python tools/docs/cli_page.py"
+
+
+@pytest.mark.parametrize(("module", "page"), [(losses, "losses"), (metrics, "metrics"), (test_time, "test_time")])
+def test_the_reference_has_every_public_name_once(module, page: str):
+    shown = re.findall(rf"^::: {module.__name__}\.(\w+)$", API[f"api/{page}.md"], re.MULTILINE)
+    named = {name for name, value in vars(module).items() if getattr(value, "__module__", "").startswith("nemo_edo.")}
+    assert sorted(shown) == sorted(named)
+
+
+def test_the_reference_has_the_python_api():
+    shown = re.findall(r"^::: (\S+)$", API["api/runs.md"], re.MULTILINE)
+    assert {name.rpartition(".")[2] for name in shown} == {*nemo_edo.__all__}

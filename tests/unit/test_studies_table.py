@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import studies_table
-import study_charts
 import theory_charts
 from studies_table import PAGE, by_seed, difference, mean, page, studies
 
@@ -31,21 +30,6 @@ def test_means_are_over_seeds_and_differences_are_paired_by_seed_at_the_last_eva
     # +0.1 and +0.2: 0.15 with Student's t at one degree of freedom, 12.706 x 0.05
     assert difference(found, ("other", ""), "vote") == "+0.150 [-0.485, +0.785]"
     assert difference(found, ("grpo", ""), "vote") == difference(found, ("warmup", ""), "vote") == ""
-
-
-def test_differences_over_tasks_are_each_seeds_mean_over_the_tasks_that_all_have_the_seed():
-    [study] = [one for one in studies() if one.name == "doses"]
-    votes = {("sums", 1): (0.5, 0.6), ("chain", 1): (0.1, 0.4), ("sums", 2): (0.5, 0.5), ("chain", 2): (0.3, 0.3),
-             ("sums", 3): (0.0, 1.0)}  # fmt: skip
-    rows = [row(arm, seed, vote, task=task, dose=dose, temperature="best")
-            for (task, seed), both in votes.items()
-            for (arm, dose), vote in zip((("grpo", ""), ("ed_grpo", "0.01")), both, strict=True)]  # fmt: skip
-    [found] = studies_table.over_tasks(rows, study, {"vote": "best"})
-    assert found.arm == ("ed_grpo", "0.01") and found.values == pytest.approx([0.2, 0.0])
-    assert studies_table.over_tasks(rows, study) == []  # at temperature 1
-    # Student's t at one degree of freedom: 12.706 x 0.1
-    assert "| ed_grpo 0.01 | 2 | +0.100 [-1.000, +1.000] |" in studies_table.over_tasks_table(rows, study)
-    assert study_charts.as_row(found)["difference"] == str(found.values[0] / 2)
 
 
 def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):

@@ -12,7 +12,6 @@ from nemo_edo.generation.batch_size import (
     refilled_places,
     row_bytes,
     rows_that_fit,
-    split_evenly,
 )
 from nemo_edo.parallel import free_memory
 from nemo_edo.types import GenerationRequest, SamplingParams
@@ -77,14 +76,6 @@ def test_the_rank_with_the_least_room_decides(monkeypatch):
     monkeypatch.setattr(free_memory, "of_each_rank", lambda number, device: [10, 500, 10])
     with pytest.raises(UserError, match="rank 1 has 400 bytes .* needs 500"):
         rows_that_fit(10, CPU)
-
-
-@pytest.mark.parametrize(("places", "most", "lengths"), [
-    (10, 4, [3, 3, 4]), (8, 4, [4, 4]), (3, 512, [3]), (0, 4, []), (5, 1, [1] * 5),
-])
-def test_batches_are_few_and_even(places: int, most: int, lengths: list[int]):
-    runs = split_evenly(range(places), most)
-    assert [len(run) for run in runs] == lengths and [place for run in runs for place in run] == list(range(places))
 
 
 @pytest.mark.parametrize(("lengths", "fewest", "runs"), [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_edo.utils import host_memory
+from nemo_edo.utils import memory
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -13,8 +13,8 @@ MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 @pytest.fixture
 def host(tmp_path, monkeypatch):
     """Writes the kernel's files: 1 GB available, the process's groups, and files of groups by their path."""
-    monkeypatch.setattr(host_memory, "PROC", tmp_path / "proc")
-    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
 
     def write(groups: str | None, **files: dict[str, object]) -> None:
         (tmp_path / "proc" / "self").mkdir(parents=True)
@@ -42,14 +42,14 @@ def first(limit: int, used: int) -> dict[str, object]:
 @pytest.mark.parametrize("groups", [None, "0::/\n"], ids=["no groups", "no limit"])
 def test_without_a_limit_it_is_the_machines(host, groups):
     host(groups)
-    assert (host_memory.total_bytes(), host_memory.available_bytes()) == (MACHINE, 1_024_000_000)
+    assert (memory.total_bytes(), memory.available_bytes()) == (MACHINE, 1_024_000_000)
 
 
 def test_the_narrowest_group_of_version_2_limits_it_and_droppable_files_are_not_used(host):
     host("0::/job/step\n", job=second(5000, 1000, 300), job__step=second("max", 900))
-    assert (host_memory.total_bytes(), host_memory.available_bytes()) == (5000, 4300)
+    assert (memory.total_bytes(), memory.available_bytes()) == (5000, 4300)
 
 
 def test_a_container_sees_its_group_as_the_top_one(host):
     host("4:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n", memory=first(8000, 3000))
-    assert (host_memory.total_bytes(), host_memory.available_bytes()) == (8000, 5020)
+    assert (memory.total_bytes(), memory.available_bytes()) == (8000, 5020)
