@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 from helpers.completions_server import KEY, STOP_ID, CompletionsServer
-
 from nemo_edo.checks.config_checks import Devices, case, explored_iteration
+
 from nemo_edo.checks.iteration_time import CACHE_SHARE, DECODING_BANDWIDTH, GPU_BANDWIDTH, GPU_BYTES, generation_seconds
 from nemo_edo.cluster.launch import launch, plan
 from nemo_edo.config import ServersConfig
