@@ -198,6 +198,17 @@ def reverse(path: Path, chance: Random) -> str:
     return "has its lines reversed"
 
 
+def damage_cache(scene: Scene) -> Harm:
+    """Flips bits of the judge's cache."""
+    scene.running.kill()
+    path = scene.folder.parent / "judge.sqlite"
+    if not path.is_file():
+        return Harm("nothing: there is no cache yet", is_violent=True)
+    original = path.read_bytes()
+    told = [flip(path, scene.chance) for _ in range(scene.chance.randint(1, 20))][-1]
+    return Harm(f"{path.name} {told}, and others, after SIGKILL", path, original, is_violent=True)
+
+
 def swap_servers(scene: Scene) -> Harm:
     scene.running.kill()
     if "served" not in _text(scene.folder / "journal.json"):
@@ -205,6 +216,12 @@ def swap_servers(scene: Scene) -> Harm:
     scene.servers.serve("another")
     return Harm("its servers have another model", is_violent=True, names="generation.servers.urls",
                 undo=lambda: scene.servers.serve("policy"))  # fmt: skip
+
+
+def limit_files(scene: Scene) -> Harm:
+    """The next attempt may open few files."""
+    scene.running.kill()
+    return Harm("ulimit -n 64 after SIGKILL", is_violent=True, names="ulimit")
 
 
 def second_command(scene: Scene) -> Harm:
@@ -242,5 +259,8 @@ FAULTS = {
     "server": Fault(3, kill_server, lambda job: job.servers > 0),
     "swap": Fault(4, swap_servers, lambda job: job.servers > 0),
     "input": Fault(20, change_input, lambda job: job.has_inputs),
+    "cache": Fault(10, damage_cache, lambda job: job.has_judge),
     "second": Fault(3, second_command),
+    "files": Fault(1, limit_files, lambda job: job.ranks == 1 and not job.is_sweep),
+    "evaluate": Fault(4, kill_first, lambda job: job.name == "grpo"),
 }

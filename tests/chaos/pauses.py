@@ -4,11 +4,17 @@ The same run has the same operations in the same order, so that a fault can be r
 """
 
 import os
+import resource
 import signal
 import sys
 import warnings
 
 EVENTS = ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree")
+
+
+def limit_files(number: int) -> None:
+    """As ``ulimit -n`` does."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
 
 
 def watch(folder: str, number: int, counted: str) -> None:

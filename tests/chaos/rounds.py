@@ -19,6 +19,8 @@ from .running import Hangs, Running, Servers
 ATTEMPTS = 4
 """The same command again, at most: with each, a message is followed."""
 DELAY_S = 0.4
+EVALUATION_OPERATIONS = 60
+"""About as many operations on its folder has an evaluation again."""
 ERROR = "nemo-edo: error: "
 
 
@@ -86,8 +88,9 @@ def play(this: Round, expected: Undisturbed, folder: Path) -> str:
             place.mkdir(parents=True)
         servers, urls = _servers(stack, this.job, folder)
         this.job.prepare(place / "run")
+        how = _play_evaluation if this.fault == "evaluate" else _play
         try:
-            return _play(stack, this, expected, place / "run", servers, urls)
+            return how(stack, this, expected, place / "run", servers, urls)
         except Hangs as hang:
             raise Wrong(str(hang)) from hang
 
@@ -107,6 +110,38 @@ def _verdict(number: int, body: dict) -> tuple[int, str]:
     """A judge's, the same for the same request."""
     text = body["messages"][0]["content"]
     return 200, f"verdict: {'correct' if len(text) % 2 else 'incorrect'}"
+
+
+def _play_evaluation(
+    stack: ExitStack, this: Round, expected: Undisturbed, folder: Path, servers: Servers | None, urls: list[str]
+) -> str:
+    """A finished run is evaluated again, otherwise, and that is killed: there is the one evaluation or the other."""
+    command, ends = ["evaluate", str(folder), "evaluation.rollouts=2"], []
+
+    def evaluated(*words: str, pause: int = 0) -> Running:
+        running = stack.enter_context(Running(this.job, folder, urls, command=words, pause=pause))
+        if not (pause and running.wait_for_pause()) and running.finish():
+            raise Wrong(running.said)
+        return running
+
+    evaluated(*this.job.command(folder, urls))
+    ends.append(_results(folder))
+    operation = 1 + int(this.share * EVALUATION_OPERATIONS)
+    evaluated(*command, pause=operation).kill()
+    evaluated("evaluate", str(folder), "--stored")
+    found = _results(folder)
+    evaluated(*command)
+    ends.append(_results(folder))
+    if found not in ends or ends[0] == ends[1]:
+        raise Wrong(f"an evaluation that was killed at its operation {operation} left a part of itself")
+    return f"evaluated again, killed at operation {operation}: {'the old' if found == ends[0] else 'the new'}"
+
+
+def _results(folder: Path) -> dict[str, str]:
+    """The responses and results of the final evaluations, by file."""
+    kept = ("evaluations/", "test_time/")
+    return {name: text for name, text in ending(folder).items() if name.startswith(kept) and ".new/" not in name
+            and "replacement" not in name}
 
 
 def _play(
@@ -144,7 +179,8 @@ def _judge(
         if status == 0:
             _require_same(this.job, folder, expected.ending, harm, "".join(said))
             return f"{harm.told}: the same end" + (f" after {attempt} more" if attempt else "")
-        with Running(this.job, folder, urls) as running:
+        before = [("tests.chaos.pauses:limit_files", 64)] if harm.names == "ulimit" else []
+        with Running(this.job, folder, urls, before=before) as running:
             status = running.finish()
             said.append(running.said)
         _require_words(status, said[-1], stopped=(0, 2))

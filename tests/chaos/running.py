@@ -32,10 +32,11 @@ class Running:
     """A job's processes."""
 
     def __init__(
-        self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0, command: Sequence[str] = ()
+        self, job: Job, folder: Path, urls: Sequence[str], *, pause: int = 0, command: Sequence[str] = (),
+        before: Sequence[tuple] = (),
     ) -> None:
         """pause: the file operation before which the first rank stops; 0: none. command: another than the job's, by one
-        process."""
+        process. before: what it calls first."""
         self.job = job
         ranks = 1 if command else job.ranks
         self._said, self._operations = tempfile.NamedTemporaryFile(), tempfile.NamedTemporaryFile()
@@ -47,7 +48,7 @@ class Running:
         for rank in range(ranks):
             place = {**here, "RANK": rank, "LOCAL_RANK": rank} if ranks > 1 else {}
             environment = {**KEY, **{name: str(value) for name, value in place.items()}}
-            calls = [watch] if rank == 0 else []
+            calls = [*before, watch] if rank == 0 else []
             self._children.append(
                 Child(cli.run, command, calls, output=self._said.name, environment=environment, cwd=here_is)
             )

@@ -10,9 +10,16 @@ from dataclasses import replace
 
 import pytest
 from helpers.completions_server import KEY, STOP_ID, CompletionsServer
-from nemo_edo.checks.config_checks import Devices, case, explored_iteration
 
-from nemo_edo.checks.iteration_time import CACHE_SHARE, DECODING_BANDWIDTH, GPU_BANDWIDTH, GPU_BYTES, generation_seconds
+from nemo_edo.checks import doctor
+from nemo_edo.checks.iteration_time import (
+    CACHE_SHARE,
+    DECODING_BANDWIDTH,
+    GPU_BANDWIDTH,
+    GPU_BYTES,
+    generation_seconds,
+    iteration_times,
+)
 from nemo_edo.cluster.launch import launch, plan
 from nemo_edo.config import ServersConfig
 from nemo_edo.config.compose import compose_incomplete
@@ -125,7 +132,10 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
     script = launch(plan("grpo_32k", [*GIVEN[:3], f"output_dir={tmp_path}"], None, multirun=False), dry_run=True)
     assert "--nodes=4" in script
     cfg, missing = compose_incomplete("grpo_32k", GIVEN, None)
-    _, iteration = explored_iteration(case(cfg, missing, Devices(False, 16, int(GPU_BYTES))))
+    estimated = []  # what the doctor's line of time is about
+    monkeypatch.setattr(doctor, "iteration_times", lambda one: estimated.append(one) or iteration_times(one))
+    assert "iteration" in doctor.time(doctor.case(cfg, missing, doctor.Devices(False, 16, int(GPU_BYTES))))
+    iteration = estimated[0]
     number = iteration.server_gpus
     assert (number, iteration.samples, iteration.longest) == (16, 1024, 32768)
     drawn = random.Random(0)
