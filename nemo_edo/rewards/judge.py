@@ -66,6 +66,11 @@ def request_key(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+def _checksum(key: str, verdict: int, reply: str) -> str:
+    """What binds a verdict to its request: a flipped bit makes no other verdict."""
+    return xxhash.xxh3_128_hexdigest(f"{key} {verdict} {reply}".encode(errors="surrogatepass"))
+
+
 class JudgeCache:
     """Verdicts by request in a SQLite file, so that no run sends a request twice, even after a kill: each is on disk
     before ``put`` returns, and several processes may use the file at the same time. All methods raise UserError for a
@@ -80,17 +85,21 @@ class JudgeCache:
             self._file.execute(_TABLE)
 
     def get(self, key: str) -> bool | None:
-        """The verdict; None where there is none yet."""
+        """The verdict; None where there is none yet, or not with its checksum."""
+        asked = "SELECT verdict, reply, checksum FROM verdicts WHERE key = ?"
         with self._usable():
-            row = self._file.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone()
-        return None if row is None else bool(row[0])
+            row = self._file.execute(asked, (key,)).fetchone()
+        return None if row is None or row[2] != _checksum(key, *row[:2]) else bool(row[0])
 
     def put(self, key: str, reply: Reply) -> None:
         """reply: has a verdict. Keeps the verdict of another process that was faster."""
-        # The checksum is a column of files of earlier versions.
-        row = (key, int(reply.verdict), reply.text, reply.prompt_tokens, reply.completion_tokens, "")
+        verdict = int(reply.verdict)
+        row = (key, verdict, reply.text, reply.prompt_tokens, reply.completion_tokens)
+        # What ``get`` does not take for a verdict gives way.
+        how = "INSERT OR IGNORE" if self.get(key) is not None else "INSERT OR REPLACE"
         with self._usable():
-            self._file.execute("INSERT OR IGNORE INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", row)
+            checked = (*row, _checksum(key, verdict, reply.text))
+            self._file.execute(f"{how} INTO verdicts VALUES (?, ?, ?, ?, ?, ?)", checked)
 
     def close(self) -> None:
         self._file.close()
