@@ -68,7 +68,7 @@ class ServersConfig(Section):
     """Seconds that a server may take until it is ready: a large model loads for minutes."""
     request_limit_s: Optional[Positive] = None
     """Seconds that an answer may take; then the request goes to another replica, or to the same one again. null: 300,
-    and 0.5 for each token that the request allows."""
+    and for each token that the request allows 0.1 or, once answers are there, four times what theirs took."""
     health_limit_s: Positive = 30.0
     """Seconds without an answer to a health check after which a server counts as hanging."""
     attempts: PositiveInt = 20

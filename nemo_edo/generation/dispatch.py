@@ -16,8 +16,11 @@ from nemo_edo.utils.http import Fault, ServerError, TimeLimit, retrying, run_tas
 
 CHECK_AFTER_S = 10.0
 """Silence after which a managed replica with requests in flight is checked."""
-ALLOWANCE_S, TOKEN_S = 300.0, 0.5
-"""What a request may take: its wait in the server's queue, and each of its tokens on a server that is full."""
+ALLOWANCE_S = 300.0
+ASSUMED_TOKEN_S = 0.1
+MEASURED_ANSWERS, PACE_FACTOR = 64, 4.0
+"""A request may take so many times as long a token as answers so far, on average over their tokens: the first ones are
+short, and what runs beside a long one changes."""
 CHECK_EVERY_S = 0.2
 HAND_OVER_EVERY_S = 20.0
 FILES_OF_A_RUN = 512
@@ -25,9 +28,9 @@ FILES_OF_A_RUN = 512
 log = logging.getLogger(__name__)
 
 
-def limit_s(tokens: int) -> float:
+def limit_s(tokens: int, of_a_token: float = ASSUMED_TOKEN_S) -> float:
     """Seconds that a response of so many tokens may take."""
-    return ALLOWANCE_S + TOKEN_S * tokens
+    return ALLOWANCE_S + of_a_token * tokens
 
 
 class Dispatcher:
@@ -50,6 +53,8 @@ class Dispatcher:
         self._replicas = replicas
         self._settings = settings
         self._after_restart = after_restart
+        self._measured, self._tokens, self._seconds = 0, 0, 0.0
+        """Of the requests so far."""
 
     def post_all(
         self,
@@ -112,9 +117,11 @@ class Dispatcher:
             server = min(self._with_room(), key=lambda server: server.in_flight)
             server.in_flight += 1
         start, sent_at = server.replica.starts, _now()
-        limit = self._settings.request_limit_s or limit_s(body.get("max_tokens", 0))
+        limit = self._limit_of(body)
         try:
-            read(index, await server.replica.exchange(server.session, "POST", path, limit, body=body))
+            answer = await server.replica.exchange(server.session, "POST", path, limit, body=body)
+            read(index, answer)
+            self._measure(answer, _now() - sent_at)
         except Fault as fault:
             if start == server.replica.starts and server.is_available:
                 server.last_error = str(fault)
@@ -130,6 +137,21 @@ class Dispatcher:
                 self._changed.notify()
         if start == server.replica.starts:
             server.last_answer, server.restarts = _now(), 0
+
+    def _limit_of(self, body: Any) -> float:
+        """Seconds that a request may take, its wait in the server's queue included."""
+        if self._settings.request_limit_s is not None:
+            return self._settings.request_limit_s
+        is_known = self._measured >= MEASURED_ANSWERS
+        of_a_token = PACE_FACTOR * self._seconds / self._tokens if is_known else ASSUMED_TOKEN_S
+        return limit_s(body.get("max_tokens", 0), of_a_token)
+
+    def _measure(self, answer: Any, seconds: float) -> None:
+        tokens = (answer.get("usage") or {}).get("completion_tokens") if isinstance(answer, dict) else None
+        if tokens:
+            self._measured += 1
+            self._tokens += tokens
+            self._seconds += seconds
 
     def _with_room(self) -> list[_ReplicaState]:
         return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]

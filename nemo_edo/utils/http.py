@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping
 from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment
 
 import aiohttp
@@ -26,6 +26,8 @@ from nemo_edo.errors import UserError
 HIDDEN = "***"
 SHORTEST_HIDDEN = 8
 """Characters. A shorter key is not hidden: it is no secret, and may be part of ordinary text."""
+BREAK = r"(?:\s|\\[nrt])*"
+"""White space, and how JSON writes it."""
 RETRIABLE = (408, 425, 429)
 """Statuses below 500 after which the same request may succeed."""
 SHOWN_CHARACTERS = 500
@@ -69,11 +71,11 @@ class ApiKey:
         return f"ApiKey({None if self.value is None else HIDDEN})"
 
     def hide(self, text: str) -> str:
-        """The text without the key, as it is and as JSON may write it."""
+        """The text without the key, as it is and as JSON or a URL writes it, and broken over lines."""
         key = self.value or ""
         if len(key) >= SHORTEST_HIDDEN:
-            for form in (key, json.dumps(key)[1:-1], key.replace("/", r"\/")):
-                text = text.replace(form, HIDDEN)
+            for form in (json.dumps(key)[1:-1], quote(key, safe=""), key.replace("/", r"\/"), key):
+                text = re.sub(BREAK.join(map(re.escape, form)), HIDDEN, text)
         return text
 
 
@@ -110,26 +112,39 @@ def open_session(key: ApiKey) -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=connector, headers=key.headers, timeout=timeout)
 
 
-def proxy_for(url: str) -> str | None:
-    """The environment's proxy for a URL; None: there is none, as for loopback addresses always, which aiohttp's own
-    reading (``trust_env``) would send through it."""
+def proxy_for(url: str) -> tuple[str, str] | None:
+    """The environment variable that names the URL's proxy, and the proxy's URL; None: there is none, as for loopback
+    addresses always. Raises ServerError for a proxy that cannot be used. aiohttp's own reading (``trust_env``) sends
+    requests to loopback through the proxy, too, and has no message for values that it cannot use."""
     parts = urlsplit(url)
     host, known = parts.hostname or "", getproxies_environment()
-    if _is_loopback(host) or proxy_bypass_environment(host, known) or parts.scheme not in known:
+    excepted = [one.strip().strip("[]") for one in known.get("no", "").split(",")]
+    if host in excepted or _is_loopback(host) or proxy_bypass_environment(host, known) or parts.scheme not in known:
         return None
-    proxy = known[parts.scheme]
-    return proxy if "://" in proxy else f"http://{proxy}"
+    name, text = f"{parts.scheme}_proxy", known[parts.scheme]
+    text = text if "://" in text else f"http://{text}"
+    try:
+        proxy = urlsplit(text)
+        fits = proxy.scheme in ("http", "https") and bool(proxy.hostname) and proxy.port != 0
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ServerError(
+            f"{name} is {_without_password(text)}, which {url} would be asked through: expected an HTTP proxy, "
+            f"http://HOST:PORT (SOCKS is not supported), or {host} in no_proxy"
+        )
+    return name, text
 
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ip_address(host).is_loopback
+        return ip_address(host)._is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
 
 
-def _without_password(text: str) -> str:
-    return re.sub(r"(?<=//)[^/]*@", "", text)
+def _without_password(url: str) -> str:
+    return re.sub(r"(?<=//)[^/]*@", "", url)
 
 
 async def exchange(
@@ -150,12 +165,10 @@ async def exchange(
     server: for messages. limit_s: until the whole answer is here. is_own: the server is the run's, to which no proxy of
     the environment leads. Raises Fault where a retry may succeed, otherwise ServerError. Neither shows the key.
     """
-    parts, proxy = urlsplit(url), None if is_own else proxy_for(url)
-    asked = f"{method} {parts.path}"
-    if proxy is not None:
-        asked += _without_password(f" through {parts.scheme}_proxy={proxy}")
-        if not proxy.startswith(("http://", "https://")):
-            raise ServerError(f"{server}: {asked}: expected an HTTP proxy, or {parts.hostname} in no_proxy")
+    asked, proxy = f"{method} {urlsplit(url).path}", None
+    if not is_own and (named := proxy_for(url)) is not None:
+        name, proxy = named
+        asked += f" through {name}={_without_password(proxy)}"
     try:
         async with asyncio.timeout(limit_s):
             # A redirect would send the key elsewhere.
@@ -166,9 +179,7 @@ async def exchange(
     except TimeoutError:
         raise TimeLimit(f"{asked}: no answer within {limit_s:g} s") from None
     except aiohttp.ClientError as error:  # some have no message
-        raise Fault(
-            _without_password(key.hide(f"{asked}: {type(error).__name__}: {error}".removesuffix(": ")))
-        ) from None
+        raise Fault(key.hide(f"{asked}: {type(error).__name__}: {error}".removesuffix(": "))) from None
     line = " ".join(text.split())
     shown = line if len(line) <= SHOWN_CHARACTERS else f"{line[:SHOWN_CHARACTERS]}..."
     if response.status >= 500 or response.status in RETRIABLE:

@@ -265,3 +265,12 @@ def test_a_server_does_not_inherit_the_trainers_variables(tmp_path: Path, monkey
     with pytest.raises(ServerError) as error:
         replica.start()
     assert "'PATH'" in str(error.value) and not any(f"'{name}'" in str(error.value) for name in hidden)
+
+
+@pytest.mark.parametrize(("answers", "limit"), [(0, 300 + 0.1 * 1000), (100, 300 + 4 * 0.5 * 1000)])
+def test_a_request_may_take_as_long_as_its_tokens_do_at_the_measured_pace(answers: int, limit: float):
+    dispatcher = dispatch.Dispatcher([], ServersConfig())
+    for _ in range(answers):
+        dispatcher._measure({"usage": {"completion_tokens": 10}}, 5.0)
+    assert dispatcher._limit_of({"max_tokens": 1000}) == pytest.approx(limit)
+    assert dispatch.Dispatcher([], ServersConfig(request_limit_s=7.0))._limit_of({"max_tokens": 1000}) == 7.0

@@ -17,7 +17,7 @@ from nemo_edo.generation.server_api import VLLM
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.rewards.judge import Judge, JudgeCache
 from nemo_edo.types import GenerationRequest, SamplingParams
-from nemo_edo.utils.http import ServerError, key_of_environment, proxy_for
+from nemo_edo.utils.http import ApiKey, ServerError, key_of_environment, proxy_for
 
 SECRET = "sentinel0123456789"
 KEY = f"sk-{SECRET}/+="
@@ -98,23 +98,33 @@ def test_a_key_that_cannot_be_sent_is_refused_without_showing_it(monkeypatch, va
     assert key_of_environment("some.setting", None).headers == {}
 
 
-@pytest.mark.parametrize(("url", "found"), [
-    ("http://node7:8000/x", "http://p:3128"), ("https://node7/x", None), ("http://spared:8000/x", None),
-    *((f"http://{host}:8000/x", None) for host in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]"))])
-def test_a_proxy_leads_to_no_loopback_address_and_to_no_excepted_one(monkeypatch, url: str, found: str | None):
-    for name in ("HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "NO_PROXY", "REQUEST_METHOD"):
+@pytest.mark.parametrize("quoted", [SECRET, f"{SECRET[:5]}\n{SECRET[5:]}", f"{SECRET[:3]}\\n {SECRET[3:]}"])
+def test_a_quoted_key_is_hidden_also_where_a_line_breaks_it(quoted: str):
+    assert ApiKey(SECRET).hide(f"you sent {quoted}.") == "you sent ***."
+
+
+@pytest.mark.parametrize(("http_proxy", "url", "found"), [
+    ("http://p:3128", "http://node7:8000/x", ("http_proxy", "http://p:3128")),
+    ("p:3128", "http://node7:8000/x", ("http_proxy", "http://p:3128")),
+    ("http://p:3128", "https://node7/x", None), (None, "http://node7:8000/x", None),
+    ("http://p:3128", "http://spared:8000/x", None), ("http://p:3128", "http://[fe80::2]:8000/x", None),
+    *(("socks5://p:1", f"http://{host}:8000/x", None) for host in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]")),
+    *((wrong, "http://node7:8000/x", ServerError) for wrong in
+      ("socks5://user:sesame@p:1", "http://user:sesame@:1", "http://sesame@p:port", "http://p:99999", "http://[::1")),
+])  # fmt: skip
+def test_a_proxy_leads_to_no_loopback_address_and_one_that_cannot_be_used_is_named(
+    monkeypatch, http_proxy: str | None, url: str, found
+):
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "NO_PROXY", "REQUEST_METHOD"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("no_proxy", "spared")
-    monkeypatch.setenv("http_proxy", "p:3128")
-    assert proxy_for(url) == found
-
-
-@pytest.mark.parametrize("wrong", ["socks5://user:sesame@p:1", "http://user:sesame@:1", "http://sesame@p:port"])
-def test_a_proxy_that_cannot_be_used_is_named_without_its_password(monkeypatch, wrong: str):
-    monkeypatch.setenv("no_proxy", "")
-    monkeypatch.setenv("http_proxy", wrong)
-    with pytest.raises(ServerError, match="through http_proxy=") as error:
-        Replica("server 0", "http://node7.example:8000").request("GET", "/v1/models")
+    monkeypatch.setenv("no_proxy", "spared,[fe80::2]")
+    if http_proxy is not None:
+        monkeypatch.setenv("http_proxy", http_proxy)
+    if found is not ServerError:
+        assert proxy_for(url) == found
+        return
+    with pytest.raises(ServerError, match="http_proxy is ") as error:
+        proxy_for(url)
     assert "sesame" not in str(error.value)
 
 
