@@ -138,7 +138,7 @@ def proxy_for(url: str) -> tuple[str, str] | None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ip_address(host)._is_loopback
+        return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
 
