@@ -21,7 +21,7 @@ def test_the_locked_environments_are_the_ends_of_the_tested_ranges():
         [pinned] = [one for one in project["project"]["dependencies"] if one.startswith(f"{package}==")]
         assert pinned.removeprefix(f"{package}==").startswith(f"{TESTED[package][end]}.")
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8").replace("\n", " ")
-    names = {"trl": "TRL", "nemo-rl": "NeMo-RL"}
+    names = {"trl": "TRL", "nemo-rl": "NeMo-RL", "rllm": "rLLM", "skyrl": "SkyRL"}
     for package, (oldest, newest) in TESTED.items():
         tested = oldest if oldest == newest else f"{oldest} {'and' if package == 'nemo-rl' else 'to'} {newest}"
         assert f"{names.get(package, package)} {tested}" in page, package
