@@ -80,6 +80,7 @@ lint: env ## ruff and mypy
 	$(VENV)/bin/mypy
 	MYPYPATH=tools/benchmarks:tools/docs $(VENV)/bin/mypy --config-file tools/mypy.ini --exclude paper_tables tools
 	$(VENV)/bin/mypy --config-file tools/mypy.ini -p tools.paper_tables
+	$(VENV)/bin/mypy --config-file tools/mypy.ini --python-version 3.12 -p nemo_edo
 
 # Offline once docs-env is there. Warnings, such as a link or an anchor that leads nowhere, are errors.
 docs: docs-env ## build the site into site/, every link checked

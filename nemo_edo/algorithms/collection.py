@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from nemo_edo.config import LoopConfig
+from nemo_edo.config import ArmConfig, LoopConfig
 from nemo_edo.data.batching import build_batch, epoch_order, place_experts
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import kl_per_token, reduce_tokens, sampler_mismatch
@@ -49,7 +49,7 @@ class Collected:
 class Objective(Protocol):
     """What Algorithm 1 trains with: ED-GRPO or ED-iDPO."""
 
-    config: LoopConfig
+    config: ArmConfig
 
     def build(self, scored: Sequence[ScoredRollout], policy: Policy, clock: PhaseClock) -> Collected:
         """An iteration's batch from its scored samples; the policy is still the one that generated them. clock: gets

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nemo_edo.config import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, SamplingConfig
+from nemo_edo.config import ArmConfig, GRPOConfig, GuardsConfig, IDPOConfig, SamplingConfig
 from nemo_edo.config.training import ONE_STEP
 from nemo_edo.data.batching import epoch_order
 from nemo_edo.errors import UserError
@@ -17,7 +17,7 @@ from nemo_edo.types import GenerationRequest, Problem
 class Plan:
     """The settings of one training."""
 
-    config: LoopConfig
+    config: ArmConfig
     problems: Sequence[Problem]
     prompts: Mapping[str, tuple[int, ...]]
     """Token ids by problem id."""
@@ -78,7 +78,7 @@ class Plan:
         return self.config.iterations * self.steps_per_collection
 
 
-def steps_per_collection(config: LoopConfig, problems: int, samples_per_prompt: int) -> int:
+def steps_per_collection(config: ArmConfig, problems: int, samples_per_prompt: int) -> int:
     """Optimizer steps on a whole collection from so many problems; dynamic sampling may leave fewer."""
     size = min(config.problems_per_iteration or problems, problems)
     return config.epochs * -(
@@ -108,7 +108,7 @@ MANY_TRUNCATED = 0.5
 LOOK = "look at them in the run's rollouts"
 
 
-def require_several_steps(arms: Mapping[str, LoopConfig], problems: int, samples_per_prompt: int) -> None:
+def require_several_steps(arms: Mapping[str, ArmConfig], problems: int, samples_per_prompt: int) -> None:
     """Raises UserError for an arm whose exploration term can only add noise, unless its settings allow that by name."""
     for name, config in arms.items():
         steps = steps_per_collection(config, problems, samples_per_prompt)
@@ -120,12 +120,12 @@ def require_several_steps(arms: Mapping[str, LoopConfig], problems: int, samples
             )
 
 
-def _only_adds_noise(config: LoopConfig, steps: int) -> bool:
+def _only_adds_noise(config: ArmConfig, steps: int) -> bool:
     of_older = isinstance(config, GRPOConfig) and config.exploration_samples != "own"
     return bool(config.exploration_weight) and steps == 1 and not of_older
 
 
-def exploration_hazards(config: LoopConfig, steps: int, top_p: float = 1.0) -> list[str]:
+def exploration_hazards(config: ArmConfig, steps: int, top_p: float = 1.0) -> list[str]:
     """Where the exploration term cannot act as configured, or something else acts like it, each with the reason.
 
     steps: for each collection. top_p: of the sampling (``sampling.top_p``)."""
@@ -174,7 +174,7 @@ def exploration_hazards(config: LoopConfig, steps: int, top_p: float = 1.0) -> l
     return found
 
 
-def collection_hazards(statistics: Mapping[str, float], config: LoopConfig, weight: float, *, first: bool) -> list[str]:
+def collection_hazards(statistics: Mapping[str, float], config: ArmConfig, weight: float, *, first: bool) -> list[str]:
     """Why a collection teaches nothing, each with the likely causes; its first one also says what is wrong from the
     start.
 

@@ -217,7 +217,7 @@ class Machine:
                 port = listening.getsockname()[1]
             environment = {AGENT: None, "MASTER_PORT": str(self.exchange("port", port)[0])}
         log = self.scratch / f"{''.join(c if c.isalnum() else '_' for c in self.check)}_rank_{self.rank}.log"
-        context = multiprocessing.get_context("fork" if self.forks else "spawn")
+        context: Any = multiprocessing.get_context("fork" if self.forks else "spawn")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_child, args=(theirs, os.getpid(), log, environment, call, arguments))
         process.start()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from nemo_edo.config import (
     FUSED_FROM_LOGITS,
+    ArmConfig,
     IDPOConfig,
     LoopConfig,
     LoRAConfig,
@@ -289,7 +290,7 @@ def model_shape(cfg: RunConfig) -> ModelShape:
     return ModelShape.from_hf(expected, "model.architecture")
 
 
-def trainings(cfg: RunConfig) -> dict[str, SFTConfig | LoopConfig]:
+def trainings(cfg: RunConfig) -> dict[str, SFTConfig | ArmConfig]:
     """The sections that train: the warm-up, if there is one, and every arm."""
     return {**({"sft": cfg.sft} if cfg.sft.steps else {}), **arm_configs(cfg)}
 
@@ -388,7 +389,7 @@ def problems(cfg: RunConfig, split: str) -> float:
         return sum(1 for line in file if line.strip())
 
 
-def micro_batch_tokens(cfg: RunConfig, training: SFTConfig | LoopConfig) -> int:
+def micro_batch_tokens(cfg: RunConfig, training: SFTConfig | ArmConfig) -> int:
     """Tokens of the largest micro-batch: every sequence as long as model.seq_length allows."""
     tokens = training.micro_batch_size * cfg.model.seq_length
     if training.packing:

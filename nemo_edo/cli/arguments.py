@@ -261,9 +261,9 @@ def complete(parser: argparse.ArgumentParser, commands: dict[str, argparse.Argum
     for command in commands.values():
         for action in command._actions:  # argparse has no public list of them
             if action.dest == "config_name":
-                action.completer = lambda prefix, **_: shipped_configs()
+                vars(action)["completer"] = lambda prefix, **_: shipped_configs()
             elif action.dest == "overrides":
-                action.completer = lambda prefix, **_: settings(prefix)
+                vars(action)["completer"] = lambda prefix, **_: settings(prefix)
     argcomplete.autocomplete(parser)
 
 

@@ -32,6 +32,7 @@ from nemo_edo.config.run import (
     TrainConfig,
 )
 from nemo_edo.config.training import (
+    ArmConfig,
     BoundsConfig,
     GapBoundsConfig,
     GRPOConfig,

@@ -17,7 +17,7 @@ from typing import Any, Optional, Union, get_args, get_origin
 from omegaconf import Container, DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
-from nemo_edo.config import ALGORITHMS, LoopConfig, RewardModelRunConfig, RunConfig, ScoreConfig
+from nemo_edo.config import ALGORITHMS, ArmConfig, RewardModelRunConfig, RunConfig, ScoreConfig
 from nemo_edo.config.checks import SettingError, setting_types
 from nemo_edo.config.hydra import DEFAULT, ConfigError, compose_values, search_order
 from nemo_edo.config.run import REPLICATE, baseline_arm
@@ -114,7 +114,7 @@ def default_values(job: str | None) -> dict[str, Any]:
 
 def arm_configs(
     cfg: RunConfig, place: Callable[[str], str] = lambda key: f"arms.{key.split('.')[1]}"
-) -> dict[str, LoopConfig]:
+) -> dict[str, ArmConfig]:
     """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
     ``policy``, and none where supervised training is all, or nothing is trained. ``replicate_baseline`` adds one.
 

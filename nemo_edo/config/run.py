@@ -23,7 +23,7 @@ from nemo_edo.config.data import DataConfig, RewardsConfig
 from nemo_edo.config.generation import IN_PROCESS, PLAIN, GenerationConfig
 from nemo_edo.config.parallelism import ClusterConfig, LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.reward_model import SearchLLMConfig
-from nemo_edo.config.training import GRPOConfig, GuardsConfig, IDPOConfig, LoopConfig, SFTConfig
+from nemo_edo.config.training import ArmConfig, GRPOConfig, GuardsConfig, IDPOConfig, SFTConfig
 
 ALGORITHMS = ("grpo", "idpo")  # the algorithms that an arm can have
 SFT, NONE = "sft", "none"  # the algorithms of runs without arms: the supervised training alone, and no training at all
@@ -289,7 +289,7 @@ class RunConfig(Section):
             yield from self.only_if(False, whole, "sampling.temperature")
             yield from self.only_if(False, f"{where}: its servers know no other", "evaluation.temperature")
 
-    def check_arm(self, training: LoopConfig, section: str) -> None:
+    def check_arm(self, training: ArmConfig, section: str) -> None:
         """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""
         generation = self.generation
         if not generation.one_step_off and generation.stale != "correct":
@@ -328,7 +328,7 @@ REPLICATE_SEED_DISTANCE = 10**9
 """From the run's seed to the replicate's: further than the seeds of runs that anyone compares lie apart."""
 
 
-def baseline_arm(arms: Mapping[str, LoopConfig]) -> str | None:
+def baseline_arm(arms: Mapping[str, ArmConfig]) -> str | None:
     """The first arm that is plain GRPO or ETO, otherwise the first; None where there is no arm."""
     plain = (name for name, settings in arms.items() if name != REPLICATE and arm_label(settings) in PLAIN_LABELS)
     return next(plain, next(iter(arms), None))
@@ -339,7 +339,7 @@ def arm_seed(cfg: RunConfig, arm: str) -> int:
     return cfg.seed + (REPLICATE_SEED_DISTANCE if arm == REPLICATE else 0)
 
 
-def arm_label(settings: LoopConfig) -> str:
+def arm_label(settings: ArmConfig) -> str:
     """What an arm is, from its settings: "GRPO", "ED-GRPO α=0.001", "GRPO, entropy bonus 0.03"."""
     plain, exploring = ("ETO", "ED-iDPO") if isinstance(settings, IDPOConfig) else ("GRPO", "ED-GRPO")
     parts = [plain]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Optional
+from typing import Annotated, Optional, Union
 
 from nemo_edo.config.checks import (
     MAY_BE_INFINITE,
@@ -118,7 +118,7 @@ class LoopConfig(MicroBatchConfig):
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
     def rules(self) -> Iterator[Rule]:
-        schedule, weight = self.schedule, self.exploration_weight
+        schedule, weight = self.schedule, self.exploration_weight  # type: ignore[attr-defined]  # of both kinds
         low, high = schedule.min_weight, schedule.max_weight
         starts = schedule.kind not in CONTROLLERS or low <= weight <= high
         outside = f"exploration weight {weight:g} is outside [min_weight, max_weight] = [{low:g}, {high:g}]"
@@ -219,6 +219,9 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
         known = samples in ("all", "paired") or (samples.isdecimal() and int(samples) > 0)
         yield known, "exploration_samples", "all, paired or a number above 0"
 
+
+ArmConfig = Union[GRPOConfig, IDPOConfig]
+"""The section of an arm."""
 
 Bound = Annotated[float, MAY_BE_INFINITE]
 

@@ -192,8 +192,8 @@ def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote"
         apart.append((ALL_TASKS, candidate, "best of each task", over_best.groupby("seed").mean().tolist()))
     adjusted = holm([mean_p_value(values) for *_, values in apart]) if apart else []
     return [
-        Gain(*names, tuple(values), seeds_interval("vote", values, differences=True), float(p))
-        for (*names, values), p in zip(apart, adjusted, strict=True)
+        Gain(task, candidate, other, tuple(values), seeds_interval("vote", values, differences=True), float(p))
+        for (task, candidate, other, values), p in zip(apart, adjusted, strict=True)
     ]
 
 

@@ -39,7 +39,7 @@ class BuiltModel:
 
     training_chunks: list[MegatronModule]
     """What training passes go through. With overlap_param_gather these gather the last step's weights as they go."""
-    bridge: object
+    bridge: Any
     vocab_size: int
     """Rows of the output layer that are tokens; further rows are padding."""
     lora: LoRAConfig | None

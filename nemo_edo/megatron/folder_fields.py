@@ -72,7 +72,7 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         said = " ".join(str(error).split())
         raise UserError(f"{source}: transformers does not take it: {type(error).__name__}: {said}") from error
-    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or fields.get("architectures") != [model.__name__]:
         built = "no causal language model" if model is None else model.__name__
         raise UserError(

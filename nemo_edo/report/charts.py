@@ -98,7 +98,7 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
     first = [forest_chart(comparison, styles, metrics), test or curves.pop(_REWARD.title)]
     diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
     test_time = [one for one in _stored_charts(comparison, styles) if one] or [_pass_chart(comparison, styles)]
-    sections = {
+    sections: dict[str, list] = {
         "first": first,
         "diversity": diversity,
         "test_time": test_time,

@@ -272,4 +272,4 @@ def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
             if by_seed:
                 interval = seeds_interval(measure, [*by_seed.values()], differences=table is apart)
                 cells[-1][measure][arm] = Estimate(by_seed, interval)
-    return MatchedArms(accuracies, *cells, left_out)
+    return MatchedArms(accuracies, cells[0], cells[1], cells[2], left_out)

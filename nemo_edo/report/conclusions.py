@@ -157,12 +157,12 @@ def _limits(comparison: Comparison) -> list[str]:
         has = "has" if len(single) == 1 else "have"
         which = "Every arm has" if len(single) == len(comparison.arms) else f"{' and '.join(single)} {has}"
         said.append(f"{which} one seed only, so nothing is claimed there: a difference may be the noise of training.")
-    shares = {arm: cell.interval.mean for arm in labels if (cell := comparison.cell(arm, "well_formed"))}
-    if shares.get(START, 1.0) >= MALFORMED_BELOW:  # otherwise an arm as bad has not broken down
+    formed = {arm: cell.interval.mean for arm in labels if (cell := comparison.cell(arm, "well_formed"))}
+    if formed.get(START, 1.0) >= MALFORMED_BELOW:  # otherwise an arm as bad has not broken down
         said += [
             f"{labels[arm]} broke down: only {share:.0%} of its answers are well-formed. Read its entropy and "
             "diversity as noise, not as exploration."
-            for arm, share in shares.items()
+            for arm, share in formed.items()
             if share < MALFORMED_BELOW
         ]
     return said
@@ -279,9 +279,10 @@ def terminal_table(comparison: Comparison) -> str:
     over = "" if comparison.is_one else "seeds; "
     seeds = f", one seed ({comparison.seeds[0]})" if comparison.is_one else f", {count(len(comparison.seeds), 'seed')}"
     seeds = "" if trains_nothing(comparison) else seeds
-    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
+    out = io.StringIO()
+    console = Console(file=out, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
     console.print(table, f"95 % intervals over {over}{comparison.problems} problems{seeds}.")
     if any(difference.shown for difference in comparison.differences):
         baseline = comparison.labels[comparison.baseline]
         console.print(f"* differs from {baseline} (t test over seeds, Holm's correction).")
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -9,6 +9,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -58,7 +59,7 @@ class Chart:
 
 
 Styles = Mapping[str, ArmStyle]
-Line = pd.DataFrame
+Line: TypeAlias = pd.DataFrame
 """One arm's line: its index has x; the columns are y, for a band ``low`` and ``high``, and ``note``, what pointing at
 a point says as well."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_edo.config import (
     NONE,
+    ArmConfig,
     CheckpointConfig,
     EarlyStopConfig,
     EvaluationConfig,
@@ -19,7 +20,6 @@ from nemo_edo.config import (
     GRPOConfig,
     GuardsConfig,
     IDPOConfig,
-    LoopConfig,
     ProfileConfig,
     RunConfig,
     SamplingConfig,
@@ -51,7 +51,7 @@ class RunSettings:
 
     trains: bool
     """False: the run only evaluates."""
-    arms: dict[str, LoopConfig]
+    arms: dict[str, ArmConfig]
     seeds: dict[str, int]
     """Of each arm's samples in training, and of their order."""
     seed: int
@@ -104,7 +104,7 @@ class Builder:
     # --- the model ------------------------------------------------------------------------------------------------
 
     def model(
-        self, training: SFTConfig | LoopConfig, weights: Path | None = None, folder: Path | None = None
+        self, training: SFTConfig | ArmConfig, weights: Path | None = None, folder: Path | None = None
     ) -> RemotePolicy:
         """The model that ``training`` is the config of, on all workers, in place of the one that they have; with the
         weights of a checkpoint, None: the starting ones. folder: the model's; None: that of the config."""

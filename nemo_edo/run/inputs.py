@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.builtin_task.arithmetic import make_problems
-from nemo_edo.config import NONE, DataConfig, LoopConfig, RunConfig
+from nemo_edo.config import NONE, ArmConfig, DataConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields, unread_files
 from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
@@ -158,7 +158,7 @@ def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
 
 
 def load_checked_data(
-    cfg: RunConfig, run: RunFolder | None = None, arms: Iterable[LoopConfig] | None = None, *, scores: bool = True
+    cfg: RunConfig, run: RunFolder | None = None, arms: Iterable[ArmConfig] | None = None, *, scores: bool = True
 ) -> Data:
     """The run's data before its folder is touched. scores: whether what would score the problems is tried on them.
 

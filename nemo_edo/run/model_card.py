@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, ModelCardData, metadata_load
 from huggingface_hub.errors import HFValidationError
 
 from nemo_edo import __version__
-from nemo_edo.config import IDPOConfig, LoopConfig
+from nemo_edo.config import ArmConfig, IDPOConfig
 from nemo_edo.config.run import arm_label
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import BEST, START, Evaluation, largest, load_evaluation, metric_name
@@ -50,7 +50,7 @@ class Exported:
     run: RunFolder
     policy: str
     """ARM, or ARM.best and so on."""
-    training: LoopConfig | None
+    training: ArmConfig | None
     """The arm's settings; None: the policy that the arms start from."""
     sft_steps: int
     data: str

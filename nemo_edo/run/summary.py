@@ -19,7 +19,7 @@ import torch
 
 import nemo_edo
 from nemo_edo import __version__
-from nemo_edo.config import IDPOConfig, LoopConfig
+from nemo_edo.config import ArmConfig, IDPOConfig
 from nemo_edo.config.run import REPLICATE, arm_label, baseline_arm
 from nemo_edo.types import Problem, ScoredRollout
 
@@ -31,7 +31,7 @@ PACKAGES = ("torch", "megatron-core", "megatron-bridge", "nemo-toolkit", "transf
 def summary(
     name: str,
     seed: int,
-    arms: Mapping[str, LoopConfig],
+    arms: Mapping[str, ArmConfig],
     skipped_rows: int,
     seconds: Mapping[str, float],
     processes: int,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import Logger, MLFlowLogger
 
-    from nemo_edo.config import LoopConfig
+    from nemo_edo.config import ArmConfig
 
 CHATTY = ("megatron", "nemo_logger", "httpx")
 """Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
@@ -145,7 +145,7 @@ def start_tracking(settings: dict[str, Any], folder: Path, ids: Path, hyperparam
     return trainer
 
 
-def hyperparameters(settings: Mapping[str, Any], arms: Mapping[str, LoopConfig]) -> dict[str, Any]:
+def hyperparameters(settings: Mapping[str, Any], arms: Mapping[str, ArmConfig]) -> dict[str, Any]:
     """Every setting of the resolved config by its full key, and what each arm explores with as ``ARM.alpha`` and so on;
     of a single arm without its name, so that trackers have ``alpha`` as a column of the runs of a sweep.
 

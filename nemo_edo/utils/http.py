@@ -16,7 +16,7 @@ from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import quote, urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
 
 import aiohttp
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_random_exponential
