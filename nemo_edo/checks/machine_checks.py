@@ -292,7 +292,7 @@ def seconds_of(call, device, rounds: int) -> float:
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 SERVER_LIMIT_S = 240.0
-SMALL = [
+SMALL_RUN = [
     "generation=vllm", "arms={grpo: {algorithm: grpo, alpha: 0}}", "data.arithmetic.train_problems=64",
     "data.arithmetic.test_problems=8", "sft.steps=2", "sft.micro_batch_size=32", "grpo.iterations=2",
     "grpo.problems_per_iteration=8", "grpo.minibatch_size=32", "grpo.micro_batch_size=32",
@@ -311,7 +311,7 @@ def server_run(machine: Machine, *more: str) -> Finding:
         return impossible(why)
     precision = "bf16" if machine.gpus else "fp32"
     folder = machine.folder / machine.check.replace(" ", "_").replace(",", "")
-    settings = [*SMALL, f"precision={precision}", f"output_dir={folder}", "name=run", *more]
+    settings = [*SMALL_RUN, f"precision={precision}", f"output_dir={folder}", "name=run", *more]
     if machine.rank == 0:  # an earlier selftest's; the other ranks begin after this
         shutil.rmtree(folder, ignore_errors=True)
     log, faults = folder / "run" / "servers" / "server_0.log", []
