@@ -10,15 +10,20 @@ from unittest import mock
 
 import torch
 from helpers.controller import controlled
-from helpers.layout_cases import requests, rows
+from helpers.layout_cases import rows
 from helpers.training_settings import ED_GRPO, SFT, TEMPERATURE
 
 from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError, WorkerFailed
-from nemo_edo.types import SamplingParams
+from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
 from nemo_edo.worker.worker import Worker
+
+
+def requests() -> list[GenerationRequest]:
+    prompts = [(20, 21, 22), (30,), (20, 21, 40, 41, 42), (50, 51), (60, 61, 62, 63)]
+    return [GenerationRequest(f"p{i}", s, prompt, 10 * i + s) for i, prompt in enumerate(prompts) for s in range(3)]
 
 
 def decode(ids) -> str:
