@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -92,7 +91,7 @@ class Samples:
         ]
 
         def grid(values: Sequence[Any], dtype: type) -> np.ndarray:
-            return pd.Series(values, dtype=dtype).to_numpy().reshape(-1, each)
+            return np.fromiter(values, dtype, len(values)).reshape(-1, each)
 
         return cls(
             problems=problems[::each],
@@ -137,8 +136,10 @@ def read_samples(store: RolloutStore, iteration: int) -> Samples:
     """The responses of one evaluation. Raises UserError as ``RolloutStore.read`` does, and unless every problem has the
     same number of responses, each once."""
     table, place = store.read_table(iteration, _COLUMNS), f"{store.folder}: iteration {iteration}"
-    numbers, problems = pd.factorize(np.array(table["problem_id"].to_pylist(), dtype=object))
-    if not len(problems):
+    ids = table["problem_id"].to_pylist()
+    problems = {problem: number for number, problem in enumerate(dict.fromkeys(ids))}
+    numbers = np.fromiter((problems[problem] for problem in ids), np.int64, len(ids))
+    if not problems:
         raise UserError(f"{place} has no responses")
     indices, each = table["sample_index"].to_numpy(), len(numbers) // len(problems)
     order = np.lexsort((indices, numbers))
