@@ -76,6 +76,13 @@ class ExplorationSettings:
         sums = (values_BT.detach().sum(), below.sum, below.count)
         return values_BT, torch.stack([torch.as_tensor(x).to(values_BT.dtype) for x in sums])
 
+    @staticmethod
+    def metrics(sums: Tensor) -> dict[str, float]:
+        """``exploration`` (mean over tokens, in nats, floored, without the coefficient) and ``floor_share`` of the sums
+        that ``term`` gives. Waits for the device once."""
+        total, below, tokens = sums.tolist()
+        return {"exploration": total / max(tokens, 1), "floor_share": below / max(tokens, 1)}
+
     def require_several_steps(self, steps: float, change: str) -> None:
         """Raises ValueError, which says what to change, for one optimizer step (or fewer) for each collection.
 

@@ -41,8 +41,7 @@ def ed_grpo_loss(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     loss, metrics = get_loss(base)(ctx)
     rows = (ctx.logp_curr, ctx.logp_old, ctx.action_mask)
     values_BT, sums = exploration.term(*(x[None] if x.dim() == 1 else x for x in rows))
-    total, below, tokens = sums.tolist()
-    metrics |= {"exploration": total / max(tokens, 1), "floor_share": below / max(tokens, 1)}
+    metrics |= exploration.metrics(sums)
     if exploration.coefficient != 0:
         warnings.warn(SCHEDULE, stacklevel=2)
         loss = loss + exploration.coefficient * ctx.aggregate(values_BT.reshape(ctx.logp_curr.shape), ctx.action_mask)

@@ -1,4 +1,4 @@
-"""ED-GRPO as a policy loss of SkyRL: ``register_ed_grpo(cfg, ...)`` in a script of one's own, before Ray starts.
+"""ED-GRPO as a policy loss of SkyRL: ``register_ed_grpo(cfg, ...)`` in your own script, before Ray starts.
 
 SkyRL divides advantages by the mini-batch's counts and sums its losses, so that a loss sees no count. The term's
 divisors are known in two of its reductions, ``sequence_mean`` and ``seq_mean_token_sum_norm``; others are refused.
@@ -24,8 +24,8 @@ def register_ed_grpo(
     """Registers ``cfg.trainer.algorithm.policy_loss_type`` plus the term as ``ed_grpo``, and selects it in ``cfg``.
 
     exploration_coefficient, log_ratio_floor: ``ExplorationSettings``.
-    Raises ValueError for a reduction whose divisors a loss cannot know, a loss without log pi_old, several turns
-    as samples of their own, and one optimizer step for each batch.
+    Raises ValueError for a reduction whose divisors a loss cannot know, a loss without log pi_old, step-wise
+    trajectories, and one optimizer step for each batch.
     """
     warn_of_untested("skyrl")
     exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
@@ -56,12 +56,12 @@ def register_ed_grpo(
 
 @dataclass(frozen=True)
 class EDGRPOPolicyLoss:
-    """What SkyRL's workers call for each micro-batch; they get it pickled, so nemo_edo must be installed there."""
+    """The policy loss that SkyRL's workers call for each micro-batch; they get it pickled, and need nemo_edo too."""
 
     exploration: ExplorationSettings
     base_loss: str
     sequences: int
-    """Of a mini-batch over all workers."""
+    """Responses of a mini-batch, over all workers."""
 
     def __call__(
         self,
@@ -87,8 +87,7 @@ class EDGRPOPolicyLoss:
             rollout_logprobs=rollout_logprobs,
         )
         values_BT, sums = self.exploration.term(log_probs, old_log_probs, loss_mask)
-        total, below, tokens = sums.tolist()
-        metrics |= {"exploration": total / max(tokens, 1), "floor_share": below / max(tokens, 1)}
+        metrics |= self.exploration.metrics(sums)
         if self.exploration.coefficient == 0:
             return loss, metrics
         if config.loss_reduction == "sequence_mean":

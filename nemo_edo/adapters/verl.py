@@ -92,8 +92,7 @@ def ed_grpo_policy_loss(
         rollout_is_weights=rollout_is_weights,
     )
     values_BT, sums = exploration.term(log_prob, old_log_prob, response_mask, rollout_is_weights)
-    total, below, tokens = sums.tolist()
-    metrics |= {"actor/exploration": total / max(tokens, 1), "actor/floor_share": below / max(tokens, 1)}
+    metrics |= {f"actor/{name}": value for name, value in exploration.metrics(sums).items()}
     if exploration.coefficient != 0:
         term = agg_loss(values_BT, response_mask, loss_agg_mode, **config.global_batch_info)
         loss = loss + exploration.coefficient * term
