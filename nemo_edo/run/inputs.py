@@ -238,24 +238,8 @@ def load_data(
     if cfg.sft.steps and warmup_file not in loaded:
         loaded[warmup_file] = load("warmup")
     learned = loaded[warmup_file].problems if cfg.sft.steps else []
-    if unsolved := next((problem for problem in learned if not problem.solution), None):
-        raise UserError(
-            f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
-            "data.columns.solution, or set sft.steps=0"
-        )
     train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems[: cfg.evaluation.limit]
-    trained = {problem.id: problem.source for problem in train}
-    if shared := [problem for problem in test if problem.id in trained]:
-        first = shared[0]
-        raise UserError(
-            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
-            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
-            "files different names"
-        )
-    tuning = cfg.evaluation.tuning_problems
-    if tuning > len(train):
-        expected = f"at most the number of training problems, {len(train)}"
-        raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
+    _check_problems(cfg, train, test, learned)
     tokenizer = load_tokenizer(folder)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
@@ -300,6 +284,27 @@ def load_data(
         style=style,
         warnings=warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids),
     )
+
+
+def _check_problems(cfg: RunConfig, train: list[Problem], test: list[Problem], learned: list[Problem]) -> None:
+    """Raises UserError for problems that the run could not use; ``learned`` are the warm-up's."""
+    if unsolved := next((problem for problem in learned if not problem.solution), None):
+        raise UserError(
+            f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
+            "data.columns.solution, or set sft.steps=0"
+        )
+    trained = {problem.id: problem.source for problem in train}
+    if shared := [problem for problem in test if problem.id in trained]:
+        first = shared[0]
+        raise UserError(
+            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
+            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
+            "files different names"
+        )
+    tuning = cfg.evaluation.tuning_problems
+    if tuning > len(train):
+        expected = f"at most the number of training problems, {len(train)}"
+        raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
 
 
 def _problem_files(data: DataConfig, run: RunFolder, made: Container[str]) -> dict[str, Path]:
