@@ -226,11 +226,11 @@ def nice(value: float) -> float:
 # --- the pieces of a picture --------------------------------------------------------------------------------------
 
 
-def svg(width: int, height: int, title: str, parts: Iterable[str]) -> str:
+def svg(width: int, height: int, title: str, parts: Iterable[str], maker: str = "study_charts") -> str:
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="{FONT}" role="img">\n'
-        f"<!-- by tools/docs/study_charts.py -->\n<title>{escape(title)}</title>\n"
+        f"<!-- by tools/docs/{maker}.py -->\n<title>{escape(title)}</title>\n"
         f'<rect width="{width}" height="{height}" fill="white"/>\n{body}\n</svg>\n'
     )
 
@@ -250,6 +250,11 @@ def mark(x: float, y: float, color: str, *, filled: bool = True, radius: int = 4
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" fill="{inside}" stroke="{color}" stroke-width="1.5"/>'
 
 
-if __name__ == "__main__":
-    for file_name, picture in charts().items():
+def write(pictures: dict[str, str]) -> None:
+    """Each picture into its file of docs/images/."""
+    for file_name, picture in pictures.items():
         (ROOT / "docs" / "images" / file_name).write_text(picture, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(charts())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from studies_table import AT_1, over_tasks, studies, study_rows
-from study_charts import GRID, ROOT, START_COLOR, Axis, mark, nice, stroke, svg, text
+from study_charts import GRID, START_COLOR, Axis, mark, nice, stroke, svg, text, write
 
 from nemo_edo.evaluation.results import seeds_interval
 from nemo_edo.losses import exploration_term
@@ -70,7 +70,7 @@ def on_policy() -> str:
         parts.append(stroke([(x(math.log(n)), y(0.5 * math.log(bias + noise / n))) for n in sizes], COLORS[number], 2))
         parts += [mark(x(math.log(n)), y(math.log(mean_gradient_norm(logits, old, n))), COLORS[number]) for n in sizes]
         parts += legend(number, label)
-    return svg(WIDTH, HEIGHT, "The term's gradient on samples of the sampler", parts)
+    return picture("The term's gradient on samples of the sampler", parts)
 
 
 def drift() -> str:
@@ -96,7 +96,7 @@ def drift() -> str:
         points = [(x(step), y(value)) for step, value in enumerate(distances, 1)]
         parts += [stroke(points, COLORS[number], 2), *(mark(*point, COLORS[number]) for point in points)]
         parts += legend(number, f"weight {weight:g}")
-    return svg(WIDTH, HEIGHT, "What the term adds to the drift from the sampler", parts)
+    return picture("What the term adds to the drift from the sampler", parts)
 
 
 # --- measured: the studies with several doses ----------------------------------------------------------------------
@@ -133,7 +133,7 @@ def entropy_kept() -> str:
     for number, label in enumerate(list(FORMS.values())[:2]):
         parts += legend(number, label)
     parts.append(text(RIGHT + 20, TOP + 60, "filled: held-out tasks", size=12))
-    return svg(WIDTH, HEIGHT, "Entropy that the term keeps", parts)
+    return picture("Entropy that the term keeps", parts)
 
 
 def accuracy_paid() -> str:
@@ -153,7 +153,7 @@ def accuracy_paid() -> str:
     for number, label in enumerate(FORMS.values()):
         parts += legend(number, label)
     parts.append(text(RIGHT + 20, TOP + 20 + 22 * len(FORMS), "filled: held-out tasks", size=12))
-    return svg(WIDTH, HEIGHT, "Accuracy that diversity costs", parts)
+    return picture("Accuracy that diversity costs", parts)
 
 
 def frame(
@@ -173,11 +173,14 @@ def frame(
     return parts
 
 
+def picture(title: str, parts: list[str]) -> str:
+    return svg(WIDTH, HEIGHT, title, parts, "theory_charts")
+
+
 def legend(number: int, label: str) -> list[str]:
     y = TOP + 10 + 22 * number
     return [mark(RIGHT + 26, y, COLORS[number]), text(RIGHT + 38, y + 4, label, size=12)]
 
 
 if __name__ == "__main__":
-    for file_name, picture in charts().items():
-        (ROOT / "docs" / "images" / file_name).write_text(picture.replace("study_charts", "theory_charts"), "utf-8")
+    write(charts())
