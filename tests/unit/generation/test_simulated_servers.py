@@ -1,5 +1,5 @@
 """A collection of long responses on servers that take the time of real ones: the shipped 32k config's 16 servers, with
-lengths of a long tail, at 200 times the speed."""
+lengths of a long tail, at 100 times the speed."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ from nemo_edo.rollouts.resumable import Parts, Watch
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, SamplingParams, ScoredRollout
 
-FASTER, TICK_S, SHOWN = 200.0, 0.02, 1000
+FASTER, TICK_S, SHOWN = 100.0, 0.02, 1000
 """Simulated seconds a second; real seconds between two looks; tokens that one token of an answer stands for."""
 GIVEN = ["model.path=m", "data.train=a", "data.test=b", "output_dir=runs"]
 
@@ -171,7 +171,7 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
     while any(one.aborts for one in servers):
         time.sleep(TICK_S)
     kept, before = len(store.stored(0)), sum(one.ended for one in servers)
-    assert kept > len(asked) / 2 and len(signs) > 1, "signs of life, and responses on disk, long before the end"
+    assert kept > len(asked) / 2 and len(signs) > 5, "signs of life, and responses on disk, long before the end"
     found = ask(Watch())
     assert [item.rollout.seed for item in found] == list(lengths)
     assert sum(one.ended for one in servers) - before == len(asked) - kept

@@ -2,8 +2,10 @@
 
 import logging
 import re
+import sqlite3
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -227,3 +229,19 @@ def test_a_key_that_a_reply_or_an_error_quotes_is_in_no_score_report_log_or_file
     files = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert KEY not in seen + caplog.text and "***" in seen
     assert KEY.encode() not in files and b"***" in files
+
+
+@pytest.mark.parametrize("column", ["verdict", "reply", "key"])
+def test_a_damaged_row_of_the_cache_gives_no_verdict_and_is_replaced(tmp_path: Path, column: str):
+    path, keys = tmp_path / "judge.sqlite", [request_key({"n": n}) for n in range(2)]
+    cache = JudgeCache(path)
+    for key in keys:
+        cache.put(key, Reply(True, "verdict: correct", 1, 1))
+    with sqlite3.connect(path) as file:
+        if column == "key":
+            file.execute("DELETE FROM verdicts WHERE key = ?", (keys[1],))
+        value = {"verdict": 0, "reply": "verdict: incorrect", "key": keys[1]}[column]
+        file.execute(f"UPDATE verdicts SET {column} = ? WHERE key = ?", (value, keys[0]))
+    assert cache.get(keys[1] if column == "key" else keys[0]) is None
+    cache.put(keys[0], Reply(True, "verdict: correct", 1, 1))
+    assert cache.get(keys[0]) is True

@@ -175,7 +175,7 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "batch.safetensors": (lambda folder: read_batch(folder / "batch.safetensors"), "flipped"),  # has a checksum
     "scores/sampled.parquet": (lambda folder: ScoreStore(folder / "scores").read("sampled"), ""),
     "search/results.parquet": (lambda folder: read_results(folder / "search"), ""),
-    "judge.sqlite": (ask_cache, "missing, flipped"),
+    "judge.sqlite": (ask_cache, "missing"),
 }
 """What reads a file, and the damages that it need not notice: a file may be absent, or begin anew. Parquet has parts
 that say nothing, such as a column's statistics: then what is read is the same."""
