@@ -149,8 +149,8 @@ def keep_informative(scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
 
 
 ARGUMENTS = ("rewards", "group_ids", "successes", "lengths", "finished", "responses", "problem_ids")
-"""What the function can take by name, of a collection's B responses: float32, int64, bool, int64 and bool tensors [B],
-and lists of B texts."""
+"""Arguments that the function can take by name, of a collection's B responses: float32, int64, bool, int64 and bool
+tensors [B], and lists of B texts."""
 
 
 class OwnAdvantages:

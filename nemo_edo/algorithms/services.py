@@ -1,4 +1,4 @@
-"""What Algorithm 1 calls, what keeps its position for a restart, and what generates the next samples meanwhile."""
+"""Services that Algorithm 1 calls, its progress for a restart, and the generation of the next samples meanwhile."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Progress:
         return "nowhere"
 
     def keep(self, iteration: int, collected: Collected) -> None:
-        """What the iteration trains on. It cannot be rebuilt after the first step: log-probabilities under pi_t need
-        pi_t."""
+        """Keeps the data that the iteration trains on. They cannot be rebuilt after the first step: log-probabilities
+        under pi_t need pi_t."""
 
     def kept(self, iteration: int) -> Collected:
-        """What was kept, to the last bit. Called when ``start`` is within the iteration."""
+        """The data of ``keep``, to the last bit. Called when ``start`` is within the iteration."""
         raise LookupError(f"nothing is kept of iteration {iteration}")
 
 

@@ -261,9 +261,9 @@ def complete(parser: argparse.ArgumentParser, commands: dict[str, argparse.Argum
     for command in commands.values():
         for action in command._actions:  # argparse has no public list of them
             if action.dest == "config_name":
-                vars(action)["completer"] = lambda prefix, **_: shipped_configs()
+                action.completer = lambda prefix, **_: shipped_configs()  # type: ignore[attr-defined]
             elif action.dest == "overrides":
-                vars(action)["completer"] = lambda prefix, **_: settings(prefix)
+                action.completer = lambda prefix, **_: settings(prefix)  # type: ignore[attr-defined]
     argcomplete.autocomplete(parser)
 
 
