@@ -102,6 +102,9 @@ class RefitConfig(Section):
     nccl_library: Optional[str] = None
     """With nccl: the libnccl.so.2 that trainer and servers load, as NCCL refuses ranks of different versions. null:
     that of the servers' environment (servers.python)."""
+    bucket_mib: PositiveInt = 1024
+    """With nccl: a bucket of weights, which ends with the weight that exceeds it. The trainer's first rank has one, and
+    each worker of a server two."""
     lora: Annotated[str, one_of("merged", "adapter")] = "merged"
     """With lora.rank above 0. merged: the whole model with its adapters merged, each time; adapter: only the adapters,
     after the base weights were sent once."""

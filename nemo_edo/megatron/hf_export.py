@@ -32,8 +32,8 @@ def export_hf_folder(
     """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it.
 
     Each weight is gathered from the ranks that share it, and written with others in files of at most
-    ``max_shard_bytes``: no process holds more of the whole model than one of them. Adapters are merged into what is
-    written: W + alpha / rank * B A; without ``merge_adapters`` it is W.
+    ``max_shard_bytes``: the first rank's host has one of them at a time, and the others' have none. Adapters are merged
+    into what is written: W + alpha / rank * B A; without ``merge_adapters`` it is W.
     """
     first, source = torch.distributed.get_rank() == 0, Path(model.bridge.hf_pretrained.model_name_or_path)
     config = model.bridge.hf_pretrained.config
@@ -41,7 +41,7 @@ def export_hf_folder(
         if first:
             write_files(source, out, config, str(config.dtype).removeprefix("torch."))
         weights = model.bridge.export_hf_weights(
-            model.chunks, cpu=True, show_progress=False, merge_adapter_weights=merge_adapters
+            model.chunks, cpu=False, show_progress=False, merge_adapter_weights=merge_adapters
         )
         # Bridge leaves in the names where adapters are wrapped around a layer.
         named = ((name.replace(".base_layer.", "."), weight) for name, weight in weights)
@@ -77,7 +77,7 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
         if writes:
             if shard and sum(one.nbytes for one in shard.values()) + tensor.nbytes > max_bytes:
                 write()
-            shard[name] = tensor.contiguous()
+            shard[name] = tensor.cpu().contiguous()
     if writes:
         write()
         names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker
 
+logger = logging.getLogger(__name__)
 BASE = "base"
 SHARD_BYTES = 5 * 10**9
 """Bytes of a file of weights, at most."""
@@ -118,7 +121,9 @@ class DiskSync:
         """``WeightSync``. Raises ServerError where no server takes the weights."""
         if version == self._version:
             return
+        begin = time.monotonic()
         folder = self._folders.write(version)
+        num_bytes, written = sum(file.stat().st_size for file in folder.iterdir()), time.monotonic()
         if self._sleep is not None:
             self._sleep.make_room()
         engine, replicas = self._engine, [*self._engine.replicas, *self._engine.excluded]
@@ -136,6 +141,10 @@ class DiskSync:
         engine.served_model = self._served_model(engine.replicas[0], folder)
         engine.policy_version = self._version = version
         self._folder = folder
+        logger.info(
+            "refit %d: %.2f GB written in %.1f s and loaded by %d servers in %.1f s",
+            version, num_bytes / 1e9, written - begin, len(engine.replicas), time.monotonic() - written,
+        )  # fmt: skip
         self._folders.keep_only(folder)
 
     def release(self) -> None:

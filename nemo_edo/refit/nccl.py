@@ -1,17 +1,21 @@
-"""Refit from GPU to GPU: the trainer broadcasts each weight to vLLM's workers (its "nccl" weight transfer).
+"""Refit from GPU to GPU: the trainer broadcasts its weights in buckets to vLLM's workers (its "nccl" weight transfer).
 
-Megatron-Bridge streams the weights under Hugging Face's names, one at a time, gathered from the ranks that share it; no
-process has a second copy of the whole model. The servers' side is vLLM's (``vllm.distributed.weight_transfer``, read at
-0.33): the trainer sends them an NCCL unique id, and then the names, types and shapes.
+Megatron-Bridge streams the weights under Hugging Face's names, one at a time, gathered from the ranks that share it;
+the first rank packs them into buckets. No process has a second copy of the whole model, and no host any of it. The
+servers' side is vLLM's (``vllm.distributed.weight_transfer``, read at 0.33): the trainer sends them an NCCL unique id
+and the size of a bucket, and then the names, types and shapes.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+import torch
 from torch import Tensor
 
 from nemo_edo.generation.replica import Replica
@@ -22,6 +26,7 @@ from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker
 
+logger = logging.getLogger(__name__)
 STUCK_AFTER_S = 5.0
 """Once a refit has failed, a server that has not answered by then waits in NCCL for a rank that will not come."""
 
@@ -39,15 +44,20 @@ class NCCLSync:
         name: str,
         attempts: int,
         limit_s: float,
+        bucket_bytes: int,
     ) -> None:
         """name: of the policy, unique; the weights of each version are named after it. attempts: per refit, each after
-        a failure with a new group. limit_s: seconds that the servers may take for a refit."""
+        a failure with a new group. limit_s: seconds that the servers may take for a refit. bucket_bytes: a bucket ends
+        with the weight that exceeds it."""
         self._engine = engine
         self._workers = workers
         self._new_group = new_group
         self._name = name
         self._attempts = attempts
         self._limit_s = limit_s
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[int] = []
+        """Bytes of each."""
         self._version: int | None = None
         self._described: dict[str, list] | None = None
         """vLLM's NCCLWeightTransferUpdateInfo: the weights in the order in which they are sent."""
@@ -62,14 +72,17 @@ class NCCLSync:
             return
         if self._described is None:
             described: dict[str, list] = {"names": [], "dtype_names": [], "shapes": []}
+            sizes = []
 
             def describe(name: str, weight: Tensor) -> None:
                 described["names"].append(name)
                 described["dtype_names"].append(str(weight.dtype).removeprefix("torch."))
                 described["shapes"].append(list(weight.shape))
+                sizes.append(weight.nbytes)
 
             self._workers.call(Worker.stream_weights, own=describe)
-            self._described = described
+            self._described, self._buckets = described, bucket_sizes(sizes, self._bucket_bytes)
+        begin = time.monotonic()
         for attempt in range(1, self._attempts + 1):
             try:
                 with ThreadPoolExecutor(max_workers=len(self._engine.replicas)) as pool:
@@ -78,6 +91,10 @@ class NCCLSync:
             except ServerError as error:
                 if attempt == self._attempts:
                     raise ServerError(f"no refit in {attempt} attempts: {error}") from error
+        logger.info(
+            "refit %d: %.2f GB in %d buckets to %d servers in %.1f s",
+            version, sum(self._buckets) / 1e9, len(self._buckets), len(self._engine.replicas), time.monotonic() - begin,
+        )  # fmt: skip
         self._engine.policy_version = self._version = version
 
     def release(self) -> None:
@@ -122,7 +139,8 @@ class NCCLSync:
                 common = {
                     "world_size": 1 + sum(sizes),
                     "nccl_unique_id_b64": base64.b64encode(group.unique_id).decode(),
-                    "packed": False,
+                    "packed": True,
+                    "packed_buffer_size_bytes": self._bucket_bytes,
                 }
                 offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
                 infos = [{"init_info": {"rank_offset": offset, **common}} for offset in offsets]
@@ -148,11 +166,12 @@ class NCCLSync:
     def _broadcast_all(self, raise_failures: Callable[[], None]) -> None:
         """Sends the current weights. No rank leaves the export early: the others would wait for it."""
         errors: list[ServerError] = []
+        packer = _Packer(self._buckets)
 
         def send(_: str, weight: Tensor) -> None:
-            if not errors:
+            if not errors and (bucket := packer.add(weight)) is not None:
                 try:
-                    self._group.broadcast(weight, raise_failures)
+                    self._group.broadcast(bucket, raise_failures)
                 except ServerError as error:
                     errors.append(error)
 
@@ -173,3 +192,37 @@ class NCCLSync:
                     replica.request("POST", "/finish_weight_update", timeout_s=self._limit_s)
             elif replica.is_managed:
                 replica.stop()
+
+
+def bucket_sizes(weights: Sequence[int], most: int) -> list[int]:
+    """The bytes of each bucket, from those of the weights in their order. vLLM's workers cut what arrives by the same
+    rule (``packed_nccl_broadcast_consumer``): a bucket ends with the weight that exceeds ``most``."""
+    buckets = [0]
+    for size in weights:
+        if buckets[-1] > most:
+            buckets.append(0)
+        buckets[-1] += size
+    return buckets
+
+
+class _Packer:
+    """Copies weights into one bucket's memory, which all buckets of a refit share."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes, self._most = iter(sizes), max(sizes)
+        self._memory: Tensor | None = None
+        self._bucket: Tensor | None = None
+        self._filled = 0
+
+    def add(self, weight: Tensor) -> Tensor | None:
+        """The bucket, where the weight completes it."""
+        if self._memory is None:
+            self._memory = torch.empty(self._most, dtype=torch.uint8, device=weight.device)
+        if self._bucket is None:
+            self._bucket, self._filled = self._memory[: next(self._sizes)], 0
+        place, self._filled = self._filled, self._filled + weight.nbytes
+        self._bucket[place : self._filled] = weight.contiguous().view(-1).view(torch.uint8)
+        if self._filled < len(self._bucket):
+            return None
+        full, self._bucket = self._bucket, None
+        return full

@@ -61,6 +61,7 @@ def build_server_sync(
             name=name,
             attempts=refit.attempts,
             limit_s=refit.limit_s,
+            bucket_bytes=refit.bucket_mib * 2**20,
         )
     size, adapters = weight_bytes(cfg, model_folder), refit.lora == "adapter"
     folders = WeightFolders(refit_root(cfg, run), workers, size, adapters_only=adapters)

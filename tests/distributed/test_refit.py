@@ -27,3 +27,7 @@ def test_a_server_gets_the_whole_weights_of_a_split_model(found, transport: str)
 def test_a_refit_that_failed_leaves_the_version_and_is_told(found):
     assert "no server has taken the weights" in found["disk"]["refused"]
     assert found["disk"]["version"] == found["nccl"]["version"] == 1
+
+
+def test_each_weight_is_copied_to_the_first_ranks_host_once_and_to_no_other(found):
+    assert found["copied"] == [sum(weight.nbytes for weight in found["expected"].values()), 0]

@@ -40,7 +40,7 @@ class Workers:
         self._ranks: list[Communicator] = []
         self.is_stopped = False
         self.dies_after = -1
-        """Tensors that it receives before it comes no more, once; below 0: it does not die."""
+        """Buckets that it receives before it comes no more, once; below 0: it does not die."""
 
     def join(self, unique_id: bytes, ranks: range, world_size: int) -> None:
         self.is_stopped = False
@@ -48,11 +48,11 @@ class Workers:
         pairs = zip(self._ranks, ranks, strict=True)
         self._all([lambda one=one, rank=rank: one.join(rank, world_size, self._require_running) for one, rank in pairs])
 
-    def receive(self, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+    def receive(self, num_bytes: int) -> torch.Tensor:
         self.dies_after -= 1
         if self.dies_after == -1:
             raise ConnectionError("the worker has died")
-        tensors = [torch.full(shape, 7).to(dtype) for _ in self._ranks]
+        tensors = [torch.full((num_bytes,), 7, dtype=torch.uint8) for _ in self._ranks]
         pairs = zip(self._ranks, tensors, strict=True)
         running = self._require_running
         self._all([lambda rank=rank, tensor=tensor: rank.broadcast(tensor, running) for rank, tensor in pairs])

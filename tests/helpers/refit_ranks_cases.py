@@ -1,7 +1,9 @@
 """Refits of a scripted server by several ranks. Run by a WorkerPool."""
 
 from pathlib import Path
+from unittest import mock
 
+import torch
 from helpers import nccl_stub, scripted_server, tiny_models
 from helpers.controller import build_tiny, controlled
 from safetensors.torch import load_file
@@ -16,6 +18,14 @@ from nemo_edo.worker.worker import Worker
 
 def exported(worker: Worker) -> dict:
     return tiny_models.exported(worker.model.policy)
+
+
+def bytes_on_host(worker: Worker, folder: Path) -> int:
+    """What this rank copies to its host while a folder of weights is written."""
+    copied = []
+    with mock.patch.object(torch.Tensor, "cpu", lambda tensor: copied.append(tensor) or tensor):
+        worker.export(folder, 2**30, True)
+    return sum(tensor.nbytes for tensor in copied if tensor.is_floating_point())  # the others are pickled names
 
 
 def through_a_folder(workers: Workers, folder: Path) -> dict:
@@ -38,7 +48,7 @@ def by_broadcasts(workers: Workers, folder: Path) -> dict:
     engine = scripted_server.engine_of(*servers)
     servers[0].link = nccl_stub.Workers(library, 60.0)
     sync = NCCLSync(engine, workers, lambda: nccl_stub.communicator(library, 60.0), name="run", attempts=2,
-                    limit_s=60.0)
+                    limit_s=60.0, bucket_bytes=16_000)
     sync.push(1)
     return {"version": engine.policy_version, "weights": dict(servers[0].received)}
 
@@ -48,6 +58,7 @@ def refits(model: Path, folder: Path, sizes: dict) -> dict | None:
         workers.call(build_tiny, model, sizes)
         expected = workers.call(exported)[0]
         nccl = by_broadcasts(workers, folder.parent)
-        return {"disk": through_a_folder(workers, folder), "nccl": nccl, "expected": expected}
+        copied = workers.call(bytes_on_host, folder.parent)
+        return {"disk": through_a_folder(workers, folder), "nccl": nccl, "expected": expected, "copied": copied}
 
     return controlled(call)

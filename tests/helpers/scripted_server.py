@@ -1,6 +1,7 @@
 """A scripted replica with the endpoints of vLLM 0.32 that a refit uses, without vLLM."""
 
 import base64
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +37,8 @@ class ScriptedReplica:
     """What its workers receive weights with."""
     model_folder: Path | None = None
     received: list[tuple] = field(default_factory=list)
+    buckets: list[int] = field(default_factory=list)
+    """Bytes of each that arrived."""
     is_updating: bool = False
     is_running: bool = True
 
@@ -109,7 +112,8 @@ class ScriptedReplica:
     def init_weight_transfer_engine(self, json, params, fails):
         """Waits, as a worker does, until the trainer has joined."""
         info = json["init_info"]
-        assert info["packed"] is False
+        assert info["packed"]
+        self.bucket_bytes = info["packed_buffer_size_bytes"]
         ranks = range(info["rank_offset"], info["rank_offset"] + self.workers)
         self.link.join(base64.b64decode(info["nccl_unique_id_b64"]), ranks, info["world_size"])
         return {"message": "Weight transfer initialized"}
@@ -120,15 +124,24 @@ class ScriptedReplica:
     def start_weight_update(self, json, params, fails):
         if self.is_updating:  # as vLLM's workers
             raise ServerError(f"{self.name}: start_weight_update called while a weight update is already active")
-        self.received, self.is_updating = [], True
+        self.received, self.buckets, self.is_updating = [], [], True
         return {"message": "Weight update started"}
 
     def update_weights(self, json, params, fails):
-        """Receives the tensors whose names, types and shapes are in the request."""
+        """Receives the tensors whose names, types and shapes are in the request, in buckets."""
         info = json["update_info"]
         assert info.keys() == {"names", "dtype_names", "shapes"}
-        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
-            self.received.append((name, self.link.receive(getattr(torch, dtype), shape)))
+        waiting: list[tuple] = []
+        for place, (name, dtype, shape) in enumerate(
+            zip(info["names"], info["dtype_names"], info["shapes"], strict=True), start=1
+        ):
+            waiting.append((name, getattr(torch, dtype), shape, math.prod(shape) * getattr(torch, dtype).itemsize))
+            sizes = [size for *_, size in waiting]
+            if sum(sizes) > self.bucket_bytes or place == len(info["names"]):
+                parts = self.link.receive(sum(sizes)).split(sizes)
+                self.received += [(n, p.view(d).view(s)) for (n, d, s, _), p in zip(waiting, parts, strict=True)]
+                self.buckets.append(sum(sizes))
+                waiting = []
         return {"message": "Weights updated"}
 
     def finish_weight_update(self, json, params, fails):

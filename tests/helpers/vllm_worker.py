@@ -75,7 +75,7 @@ class Trial:
         self.servers = builder.servers
         if transport == "nccl":
             self.sync = NCCLSync(self.servers, model.workers, lambda: nccl_stub.communicator(library, LIMIT_S),
-                                 name="run", attempts=2, limit_s=LIMIT_S)  # fmt: skip
+                                 name="run", attempts=2, limit_s=LIMIT_S, bucket_bytes=2**18)  # fmt: skip
         else:
             self.sync = builder.weight_sync(model, self.servers)
         self.greedy = sampling_requests(data.train[:200], data.prompts, 1, 1, "greedy")

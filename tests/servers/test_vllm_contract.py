@@ -59,7 +59,7 @@ def calls_of_refits(folder: Path) -> list[tuple]:
     servers[2].link = nccl_stub.Workers(library, 60.0)
     workers = SimpleNamespace(call=lambda work, own: own("weight", torch.ones(2, 3).bfloat16()))
     sync = NCCLSync(engine_of(servers[2]), workers, lambda: nccl_stub.communicator(library, 60.0), name="run",
-                    attempts=2, limit_s=60.0)  # fmt: skip
+                    attempts=2, limit_s=60.0, bucket_bytes=2**20)  # fmt: skip
     sync.push(1)
     servers[2].starts += 1
     sync.push(2)

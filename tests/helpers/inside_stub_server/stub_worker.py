@@ -12,6 +12,7 @@ import time
 import torch
 from tied_head import TiedHead
 from vllm.distributed.device_communicators import pynccl
+from vllm.distributed.weight_transfer import packed_tensor
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 
@@ -49,6 +50,8 @@ def finish_weight_update(self, own=NCCLWeightTransferEngine.finish_weight_update
 
 torch.accelerator.current_device_index = lambda: "cpu"
 torch.accelerator.device_index = contextlib.nullcontext
+packed_tensor._get_streams = lambda device, count: (Stream,) * count
+torch.cuda.stream = contextlib.nullcontext
 torch.cuda.current_stream = pynccl.current_stream = lambda device=None: Stream
 pynccl.PyNcclCommunicator.broadcast = ended(pynccl.PyNcclCommunicator.broadcast)
 pynccl.PyNcclCommunicator.all_reduce = all_reduce

@@ -18,7 +18,7 @@ from nemo_edo.refit.libnccl import Communicator, Library, NCCLError, in_words
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.utils.http import ServerError
 
-LIMIT_S = 300.0
+LIMIT_S, BUCKET = 300.0, 16_000
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 
 
@@ -41,7 +41,9 @@ def sync_of(policy, library, monkeypatch):
             groups.append(nccl_stub.communicator(library, LIMIT_S))
             return groups[-1]
 
-        return engine, NCCLSync(engine, workers_of(policy), new_group, name="run", attempts=2, limit_s=LIMIT_S), groups
+        sync = NCCLSync(engine, workers_of(policy), new_group, name="run", attempts=2, limit_s=LIMIT_S,
+                        bucket_bytes=BUCKET)  # fmt: skip
+        return engine, sync, groups
 
     return build
 
@@ -51,9 +53,14 @@ EACH = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/re
 
 
 def test_every_worker_receives_every_weight_bit_for_bit_in_each_version(sync_of, policy, tiny):
+    """In buckets, each of which ends with the weight that exceeds its size."""
     servers = ScriptedReplica("server 0", workers=2), ScriptedReplica("server 1", workers=1)
     engine, sync, groups = sync_of(*servers)
     assert_two_versions_arrive(sync, policy, tiny.exported, servers)
+    sizes = [weight.nbytes for weight in tiny.exported(policy).values()]
+    *full, _ = servers[0].buckets
+    assert sum(servers[0].buckets) == sum(sizes) and len(full) > 2
+    assert all(BUCKET < size <= BUCKET + max(sizes) for size in full)
     assert engine.policy_version == 2 and len(groups) == 1
     assert all(server.paths() == [*FIRST, *EACH, *EACH] for server in servers)
 
