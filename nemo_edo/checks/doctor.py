@@ -16,7 +16,13 @@ from nemo_edo.checks.check_list import CHECKS
 from nemo_edo.checks.installed import WITHOUT_DEPENDENCIES, about, installed
 from nemo_edo.checks.iteration_time import GPU_BYTES, Iteration, generation_seconds, iteration_times
 from nemo_edo.checks.machine import DOCTOR, FAIL, Finding, Gpu, failed, passed
-from nemo_edo.checks.preflight import check_data_paths, check_settings, require_mounted, with_fitted_parallelism
+from nemo_edo.checks.preflight import (
+    check_data_paths,
+    check_settings,
+    checked_problems,
+    require_mounted,
+    with_fitted_parallelism,
+)
 from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, PrecisionConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN, arm_configs, compose_incomplete
 from nemo_edo.config.generation import AUTO
@@ -126,6 +132,7 @@ class Case:
 def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     """missing: settings that a run would need. Raises UserError for a model that is not known or does not go with the
     config, splits that are not possible, and problems that could not be used."""
+    cfg = require_mounted(cfg)
     if cfg.model.path not in (None, NOT_GIVEN):
         with contextlib.suppress(UserError):  # the folder of a hub's model that is in the cache
             folder = find_model(cfg.model.path, download=False)
@@ -139,17 +146,10 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
     memory.check_possible(given, shape, devices.count)
     check_settings(cfg)
-    require_mounted(cfg)
     if devices.here:
         check_data_paths(cfg)
     longest, train, test = None, memory.problems(given, "train"), memory.problems(given, "test")
-    data = [] if cfg.data.source is not None else [cfg.data.train or cfg.data.test, cfg.data.test]
-    files_are_here = all(path is not None and Path(path).exists() for path in [cfg.model.path, *data])
-    if files_are_here and not any(key.startswith("data.") for key in missing):
-        from nemo_edo.run.inputs import load_checked_data
-
-        # A judge may be started with the run.
-        found = load_checked_data(given, scores=cfg.rewards.verifier != "judge")
+    if not any(key.startswith("data.") for key in missing) and (found := checked_problems(given)) is not None:
         longest, train, test = found.seq_length, len(found.train), len(found.test)
     if cfg.has_arms and math.isfinite(train):
         from nemo_edo.algorithms.plan import require_several_steps  # imports torch

@@ -7,19 +7,24 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nemo_edo.checks import machine, memory
+from nemo_edo.checks.installed import what_trainer_lacks
 from nemo_edo.config import NONE, GRPOConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN, arm_configs
 from nemo_edo.config.model_shape import ModelShape, check_expected
-from nemo_edo.data.model_folder import check_context, check_files, find_model
-from nemo_edo.data.problems import load_source
+from nemo_edo.data.model_folder import check_context, check_files, find_model, is_hub_name
+from nemo_edo.data.problems import SPLITS, load_source
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.rewards.scorers import check_functions
 from nemo_edo.run.tracking import check_names
 from nemo_edo.utils.files import check_folder
 from nemo_edo.utils.memory import total_bytes
+
+if TYPE_CHECKING:
+    from nemo_edo.run.inputs import Data
 
 
 def preflight(cfg: RunConfig) -> RunConfig:
@@ -48,11 +53,37 @@ def preflight(cfg: RunConfig) -> RunConfig:
     return with_fitted_parallelism(cfg, shape, world, local, each, cpu=not gpus, must_fit=bool(gpus))
 
 
-def check_data_paths(cfg: RunConfig) -> None:
-    """Raises UserError for files of problems that are named and not there."""
+def check_job(cfg: RunConfig) -> None:
+    """What a run checks before it begins, of a Slurm job's config and on the machine that submits it. Files whose
+    topmost folder is not here, such as /scratch, may be on the nodes. Raises UserError."""
+    check_settings(cfg)
+    cfg = require_mounted(cfg)
+    check_data_paths(cfg, elsewhere=True)
+    if cfg.model.path is not None and not is_hub_name(cfg.model.path) and not _is_elsewhere(cfg.model.path):
+        _check_model(cfg)
+    if what_trainer_lacks() is None:  # of a container's packages, the machine may have none
+        checked_problems(cfg)
+
+
+def checked_problems(cfg: RunConfig) -> Data | None:
+    """The problems, checked as a run does; None where they or the model are not on this machine."""
+    data = [] if cfg.data.source is not None else [cfg.data.train or cfg.data.test, cfg.data.test]
+    if not all(path is not None and Path(path).exists() for path in [cfg.model.path, *data]):
+        return None
+    from nemo_edo.run.inputs import load_checked_data
+
+    return load_checked_data(cfg, scores=cfg.rewards.verifier != "judge")  # a judge may be started with the run
+
+
+def _is_elsewhere(path: str) -> bool:
+    return not Path(*Path(path).absolute().parts[:2]).exists()
+
+
+def check_data_paths(cfg: RunConfig, *, elsewhere: bool = False) -> None:
+    """Raises UserError for files of problems that are named and not there; elsewhere: on this machine or another."""
     for name in ("train", "test", *(["warmup"] if cfg.sft.steps else [])):
         path = getattr(cfg.data, name)
-        if path not in (None, NOT_GIVEN) and not Path(path).exists():
+        if path not in (None, NOT_GIVEN) and not Path(path).exists() and not (elsewhere and _is_elsewhere(path)):
             raise UserError(f"data.{name} is {path!r}: there is no such file or folder; expected a file of problems")
 
 
@@ -138,12 +169,14 @@ def _shared_by(cfg: RunConfig, processes: int, *, shards: bool = False) -> RunCo
     return replace(cfg, parallelism=replace(cfg.parallelism, **split))
 
 
-def require_mounted(cfg: RunConfig) -> None:
-    """Raises UserError for a path that a Slurm job is to read, and that no mount of its container has."""
+def require_mounted(cfg: RunConfig) -> RunConfig:
+    """The config with this machine's paths of the model and the problems in place of a container's. Raises UserError
+    for a path that a Slurm job is to read, and that no mount of its container has."""
     container = cfg.cluster.container
     if container.kind == "none":
-        return
-    inside = [mount.split(":")[1] for mount in container.mounts] + [cfg.output_dir]
+        return cfg
+    mounts = {mount.split(":")[1]: Path(mount.split(":")[0]) for mount in container.mounts}
+    inside = [*mounts, cfg.output_dir]
     inside += [cfg.cluster.shared_folder] if cfg.cluster.shared_folder else []
     if container.kind == "apptainer":  # mounts these by itself; pyxis is told not to mount the home
         inside += [str(Path.home()), tempfile.gettempdir(), str(Path.cwd())]
@@ -165,3 +198,11 @@ def require_mounted(cfg: RunConfig) -> None:
                 f"{setting} is {path}, which the job's container lacks (it has {', '.join(map(str, folders))}): add "
                 f"cluster.container.mounts=[{path.parent}:{path.parent}], or name a path in one of these"
             )
+
+    def here(path: str | None) -> str | None:
+        found = [inner for inner in mounts if path is not None and Path(path).is_relative_to(inner)]
+        innermost = max(found, key=len, default=None)
+        return path if innermost is None else str(mounts[innermost] / Path(path).relative_to(innermost))
+
+    data = {split: here(getattr(cfg.data, split)) for split in SPLITS}
+    return replace(cfg, model=replace(cfg.model, path=here(cfg.model.path)), data=replace(cfg.data, **data))

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from nemo_edo.checks.preflight import check_settings, require_mounted
+from nemo_edo.checks.preflight import check_job
 from nemo_edo.config import ClusterConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
 from nemo_edo.config.shipped import shipped_config_dir
@@ -64,6 +64,9 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
     if multirun:
         sweep = plan_sweep(config_name, overrides, config_dir)
         cfg, name, folder = sweep.cells[0].cfg, sweep.folder.name, sweep.folder
+        cells = {
+            repr((one.data, one.model, one.rewards, one.sft)): one for one in (cell.cfg for cell in sweep.cells)
+        }.values()
         members = tuple(Member(cell.name, cell.config, folder / cell.name) for cell in sweep.cells)
         left = sweep.left()
         waiting = tuple(place for place, cell in enumerate(sweep.cells) if cell in left)
@@ -77,14 +80,14 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         run.check_free(config)
         if run.is_finished:
             raise UserError(f"{run.path} is finished already; choose another name=..., or remove it")
-        members, waiting = (Member(name, config, folder),), (0,)
+        cells, members, waiting = [cfg], (Member(name, config, folder),), (0,)
     if cfg.cluster.server_nodes and (not cfg.generation.is_served or cfg.generation.servers.urls):
         raise ConfigError(
             "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
             "generation.servers.urls"
         )
-    require_mounted(cfg)
-    check_settings(cfg)
+    for one in cells:
+        check_job(one)
     require_gpus_at_work(cfg)
     limit_s = cfg.generation.servers.start_limit_s
     return _launchable(Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep))

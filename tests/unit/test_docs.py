@@ -111,6 +111,7 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     from tools.paper_tables import tables
 
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
+    monkeypatch.setattr(preflight, "_is_elsewhere", lambda path: True)
     monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
     monkeypatch.setattr(stored_run, "evaluate_stored", Jobs().evaluate)
     monkeypatch.setattr(nemo_edo.run, "jobs", Jobs(), raising=False)

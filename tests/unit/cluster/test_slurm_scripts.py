@@ -6,6 +6,7 @@ import shutil
 import subprocess
 
 import pytest
+from helpers.problem_files import write_rows, write_sums
 
 from nemo_edo.cli import main
 from nemo_edo.cluster import launch as launching
@@ -155,7 +156,11 @@ def test_keys_come_from_the_shell_or_a_private_file_and_are_in_no_file_of_the_jo
     ("apptainer", "/data/train.jsonl", r"mounts=\[/data:/data\]"), ("apptainer", "train.jsonl", None),
     ("pyxis", "/modelsuite/train.jsonl", "container lacks"),
 ])
-def test_every_path_is_looked_for_in_the_containers_mounts(tmp_path, kind: str, path: str, told: str | None):
+def test_every_path_is_looked_for_in_the_containers_mounts(
+    tmp_path, monkeypatch, kind: str, path: str, told: str | None
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").touch()
     overrides = [f"cluster.container.kind={kind}", "cluster.container.image=/images/a.sqsh",
                  "cluster.container.mounts=['/shared/m:/models']", f"data.train={path}", "data.test=/models/test.jsonl",
                  "sft.steps=0"]
@@ -164,6 +169,30 @@ def test_every_path_is_looked_for_in_the_containers_mounts(tmp_path, kind: str, 
     else:
         with pytest.raises(UserError, match=told):
             script(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(("mount", "override", "told"), [
+    (None, [], None), (None, ["data.train=BAD"], 'bad.jsonl:1: has no "question"'),
+    (None, ["data.test=/nowhere/x"], None), (None, ["data.test=HERE/x"], "data.test is .*there is no such file"),
+    (None, ["model.path=HERE/x"], "no such folder"), (None, ["sft.steps=1", "data.warmup=BAD"], "bad.jsonl:1: has no"),
+    ("/in", ["data.train=BAD"], 'bad.jsonl:1: has no "question"'), ("/in", ["model.path=HERE/x"], "no such folder"),
+])
+def test_a_jobs_files_are_checked_where_it_is_submitted_by_its_mounts(
+    tmp_path, tiny_qwen2, mount: str | None, override: list[str], told: str | None
+):
+    (tmp_path / "model").symlink_to(tiny_qwen2)
+    write_sums(tmp_path, lambda a, b: False)
+    write_rows(tmp_path / "bad.jsonl", [{"query": "1 + 1", "answer": "#### 2"}])
+    given = ["model.path=HERE/model", "model.architecture=null", "data.train=HERE/train.jsonl",
+             "data.test=HERE/test.jsonl", "sft.steps=0", *override]
+    inside = [one.replace("BAD", "HERE/bad.jsonl").replace("HERE", mount or str(tmp_path)) for one in given]
+    container = ["cluster.container.kind=pyxis", "cluster.container.image=/a.sqsh",
+                 f"cluster.container.mounts=['{tmp_path}:{mount}']"] if mount else []
+    if told is None:
+        assert options(script(tmp_path, *inside, *container))
+    else:
+        with pytest.raises(UserError, match=told):
+            script(tmp_path, *inside, *container)
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -170,6 +171,17 @@ def test_without_an_answer_in_any_response_there_are_no_votes_and_no_best_temper
     names = {name.partition("/")[0] for name in evaluation.metrics}
     assert not names & {f"vote@{SAMPLES}", "distinct_answers", "answer_entropy", "best_temperature"}
     assert {"accuracy", "pass@4", "distinct_4"} <= names
+
+
+@pytest.mark.parametrize(("formed", "told"), [(0, True), (4, True), (5, False)])
+def test_an_evaluation_warns_where_fewer_than_a_twentieth_of_its_responses_is_well_formed(formed: int, told: bool):
+    places = itertools.count()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        evaluate(lambda *_: "#### 1" if next(places) < formed else "no answer")  # 7 greedy ones and 7 x 3 x 4 of 91
+    said = [str(one.message) for one in found if "state an answer" in str(one.message)]
+    assert [one.startswith("arm: ") for one in said] == [True] * told
+    assert not told or f"{formed / 91:.1%} of the responses" in said[0]
 
 
 def test_means_are_of_what_was_measured_with_their_intervals():
