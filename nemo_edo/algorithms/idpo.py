@@ -14,7 +14,7 @@ from nemo_edo.algorithms.collection import (
     view_of_sampler,
 )
 from nemo_edo.config import IDPOConfig
-from nemo_edo.data.preferences import preference_pairs
+from nemo_edo.data.batching import preference_pairs
 from nemo_edo.errors import UserError
 from nemo_edo.interfaces import Policy
 from nemo_edo.types import PreferencePair, ScoredRollout, TrainingBatch

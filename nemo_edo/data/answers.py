@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import NamedTuple
 
 from nemo_edo.data.units import measure
 
@@ -156,15 +157,13 @@ def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
     return _format(name, lambda text: _after_phrase(text, _ANY_PHRASE[name]))
 
 
-def _after_hashes(text: str) -> str | None:
-    """As it is, but for white space around it."""
-    markers = list(_HASHES.finditer(text))
-    return text[markers[-1].end() :].strip() or None if markers else None
-
-
 HASHES = AnswerFormat("hashes", final_answer, is_well_formed)
 """GSM8K's."""
-HASHES_TEXT = AnswerFormat("hashes_text", _after_hashes, lambda text: len(_HASHES.findall(text)) == 1)
+HASHES_TEXT = AnswerFormat(
+    "hashes_text",
+    lambda text: _HASHES.split(text)[-1].strip() or None if _HASHES.search(text) else None,
+    lambda text: len(_HASHES.findall(text)) == 1,
+)
 ANSWER_FORMATS = ("hashes", "hashes_text", "boxed", *_PHRASES, "pattern", "flexible")
 
 
@@ -186,21 +185,18 @@ def _format(name: str, find: Callable[[str], list[tuple[str, int]]]) -> AnswerFo
 
 def _stated_somewhere(text: str) -> str | None:
     answers = (form.extract(text) for form in (HASHES, *map(answer_format, ("boxed", "answer_is"))))
-    return next((answer for answer in answers if answer), None)
+    return next(filter(None, answers), None)
 
 
-def _last_number(text: str) -> str | None:
+def _stated_or_last_number(text: str) -> str | None:
     numbers = _ANY_NUMBER.findall(text.replace("−", "-"))
-    return canonical_number(numbers[-1]) if numbers else None
+    return _stated_somewhere(text) or (canonical_number(numbers[-1]) if numbers else None)
 
 
-FLEXIBLE = AnswerFormat(
-    "flexible", lambda text: _stated_somewhere(text) or _last_number(text), lambda text: bool(_stated_somewhere(text))
-)
+FLEXIBLE = AnswerFormat("flexible", _stated_or_last_number, lambda text: bool(_stated_somewhere(text)))
 
 
-@dataclass(frozen=True)
-class _Box:
+class _Box(NamedTuple):
     content: str
     start: int
     end: int

@@ -1,4 +1,4 @@
-"""Token ids to training batches, the order in which an epoch visits them, and a batch on disk."""
+"""Token ids to training batches, the order in which an epoch visits them, a batch on disk, and preference pairs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.errors import UserError
-from nemo_edo.types import TrainingBatch
+from nemo_edo.types import PreferencePair, ScoredRollout, TrainingBatch
 from nemo_edo.utils.files import replacing
 
 T = TypeVar("T")
@@ -96,6 +97,28 @@ def minibatches(order: Sequence[T], size: int) -> list[list[T]]:
     if size < 1:
         raise ValueError(f"the minibatch size is {size}, expected at least 1")
     return [list(order[start : start + size]) for start in range(0, len(order), size)]
+
+
+def preference_pairs(group: Sequence[ScoredRollout], count: int, seed: int | str) -> list[PreferencePair]:
+    """At most ``count`` pairs of a success and a failure among the responses to one prompt (iterative DPO), iterating
+    over both sets in an order of the seed.
+
+    Both sets are iterated in step, each starting over at its end, so that every response is used before one is used
+    twice (in the larger set). No pair occurs twice. Empty where a set is empty.
+    Raises ValueError for responses to several prompts.
+    """
+    prompts = sorted({item.rollout.problem_id for item in group})
+    if len(prompts) > 1:
+        raise ValueError(f"a group has responses to {len(prompts)} prompts ({prompts[0]}, {prompts[1]}), expected one")
+    order = random.Random(f"pairs {seed}").sample(list(group), len(group))
+    chosen = [item for item in order if item.success]
+    rejected = [item for item in order if not item.success]
+    if not chosen or not rejected:
+        return []
+    # After lcm steps the walk would repeat itself; shifted by one it meets new pairs, and gcd shifts meet them all.
+    steps = lcm(len(chosen), len(rejected))
+    walk = [(k, k + shift) for shift in range(gcd(len(chosen), len(rejected))) for k in range(steps)]
+    return [PreferencePair(chosen[i % len(chosen)], rejected[j % len(rejected)]) for i, j in walk[:count]]
 
 
 def write_batch(batch: TrainingBatch, about: dict[str, Any], path: Path) -> None:

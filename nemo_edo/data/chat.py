@@ -1,23 +1,25 @@
-"""A tokenizer's chat template, rendered in a separate process (``chat_renderer.py``), and chats in data."""
+"""A tokenizer's chat template, rendered in a worker process, and chats in data.
+
+A template is a program that came with the model: it may run for ever, or take all memory.
+"""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_edo.data.rows import RowError, text_of
 from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import did_you_mean, shown
+from nemo_edo.utils.worker_pool import OUT_OF_MEMORY, TIMED_OUT, Limits, TaskFailure, WorkerPool
 
 if TYPE_CHECKING:
+    from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
@@ -25,7 +27,7 @@ Message = Mapping[str, str]
 SETTING = "data.chat_template"
 SECONDS = 10
 """CPU time of one conversation, for which a template needs about a millisecond."""
-_CHILD = "from nemo_edo.data.chat_renderer import main; main()"
+MEMORY_MB = 1024
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ChatTemplate:
 
     def check(self, given: Mapping[str, Any]) -> None:
         """Raises UserError for a variable among ``given`` that the template does not have."""
-        names = self._run([])[0]["names"]
+        names = self._run([])[0]
         for name in given:
             if name not in names:
                 has = did_you_mean(name, names) or f" (it reads {', '.join(names)})"
@@ -64,31 +66,77 @@ class ChatTemplate:
 
         Raises UserError for a template that Jinja cannot read.
         """
-        lines = [
-            {"messages": list(chat), "add_generation_prompt": place not in closed} for place, chat in enumerate(chats)
-        ]
-        return [Failure(one["error"]) if "error" in one else one["text"] for one in self._run(lines)[1:]]
-
-    def _run(self, lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The answer to the template, and one for each line."""
         # Templates test what they do not get for being none or defined.
-        variables = {"tools": None, "documents": None, **self.variables}
-        given = {"template": self.text, "variables": variables, "now": self.now.isoformat(), "seconds": SECONDS}
-        done = subprocess.run(
-            [sys.executable, "-c", _CHILD],
-            input="\n".join(json.dumps(line) for line in (given, *lines)) + "\n",
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        answers = [json.loads(line) for line in done.stdout.splitlines()]
-        if done.returncode not in (0, -signal.SIGPROF):
-            raise UserError(f"{self.name} ended its process ({done.returncode}): {done.stderr.strip()[-300:]}")
-        if done.returncode:
-            late = {"error": f"took more than {SECONDS} s of CPU time"}
-            answers += [late] * (len(lines) + 1 - len(answers))
-        if "error" in answers[0]:
-            raise UserError(f"{self.name} {answers[0]['error']}; correct it, or set {SETTING} to a file or to false")
-        return answers
+        shared = {"tools": None, "documents": None, **self.variables}
+        return self._run([
+            {**shared, "messages": list(chat), "add_generation_prompt": place not in closed}
+            for place, chat in enumerate(chats)
+        ])[1:]  # fmt: skip
+
+    def _run(self, variables: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The names of the template's variables, and its text, or a Failure, for each of these."""
+        pool = WorkerPool(Limits(SECONDS, MEMORY_MB, workers=1, budget_s=SECONDS))
+        try:
+            found = pool.run(f"{__name__}:_rendered", [(self.text, self.now, one) for one in (None, *variables)])
+        finally:
+            pool.close()
+        reasons = {
+            TIMED_OUT: f"took more than {SECONDS} s of CPU time", OUT_OF_MEMORY: f"takes more than {MEMORY_MB} MiB"
+        }  # fmt: skip
+        for place, one in enumerate(found):
+            if isinstance(one, TaskFailure):
+                found[place] = Failure(reasons.get(one) or f"{one.reason} ({one.exit_status})")
+        if isinstance(found[0], Failure):
+            raise UserError(f"{self.name} {found[0].reason}; correct it, or set {SETTING} to a file or to false")
+        return found
+
+
+def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None) -> str | list[str] | Failure:
+    """In a worker: the template's text with these variables, or without any the names of those that it reads."""
+    from jinja2 import TemplateNotFound, TemplateSyntaxError
+
+    try:
+        compiled, names = _compiled(template, now)
+        return names if variables is None else compiled.render(**variables)
+    except MemoryError:
+        raise
+    except TemplateSyntaxError as error:
+        return Failure(f"has a syntax error in line {error.lineno}: {error.message}")
+    except TemplateNotFound as error:
+        return Failure(f"includes another file ({error.name}), which is not read: write it into the template")
+    except Exception as error:  # a template can raise anything
+        return Failure(f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}")
+
+
+@cache
+def _compiled(template: str, now: datetime) -> tuple[Template, list[str]]:
+    """The template and the names of its variables, in a sandbox like the one of ``transformers``, but for its clock,
+    which stands still."""
+    from jinja2 import DictLoader, TemplateError, ext, meta, nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(ext.Extension):
+        """``{% generation %}`` marks the model's text for those who train on it, and changes nothing."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    jinja = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols], loader=DictLoader({})
+    )
+    jinja.filters["tojson"] = tojson
+    jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
+    return jinja.from_string(template), sorted(meta.find_undeclared_variables(jinja.parse(template)))
 
 
 def chat_template(

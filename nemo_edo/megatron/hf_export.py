@@ -15,8 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_edo.data.exported_files import LAYER, usual_modes, write_files
-from nemo_edo.data.model_folder import StoredTensor
+from nemo_edo.data.model_folder import LAYER, StoredTensor, usual_modes, write_files
 from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from nemo_edo.errors import UserError
-from nemo_edo.reward_models.formats import DECODER, ENCODER, QWEN, RewardFolder
+from nemo_edo.reward_models.formats import QWEN, RewardFolder
 
 _HEADS = ("score", "v_head", "classifier")
 """Attributes that hold the networks' heads; an encoder's is the last."""
@@ -28,36 +29,24 @@ _HEADS = ("score", "v_head", "classifier")
 class Qwen2ForProcessRewardModel(Qwen2PreTrainedModel):
     """Weights' names as in Qwen2.5-Math-PRM's files: ``model.*``, ``score.0.*``, ``score.2.*``."""
 
+    # The scores do not use the language model's output layer, which the files contain, too.
     _keys_to_ignore_on_load_unexpected = [r"lm_head\."]
 
     def __init__(self, config: Qwen2Config) -> None:
         super().__init__(config)
-        width = config.hidden_size
         self.model = Qwen2Model(config)
+        self.add_head(config.hidden_size)
+        self.post_init()
+
+    def add_head(self, width: int) -> None:
         self.score = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
-        self.post_init()
 
 
-class _ValueHead(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.summary = nn.Linear(width, 1)
+class Qwen2ForPrmModel(Qwen2ForProcessRewardModel):
+    """Weights' names as in Skywork-o1-Open-PRM's files: ``model.*``, ``v_head.summary.*``."""
 
-    def forward(self, features: Tensor) -> Tensor:
-        return self.summary(features)
-
-
-class Qwen2ForPrmModel(Qwen2PreTrainedModel):
-    """Weights' names as in Skywork-o1-Open-PRM's files: ``model.*``, ``v_head.summary.*``. The scores do not use the
-    language model's output layer, which the files contain, too."""
-
-    _keys_to_ignore_on_load_unexpected = [r"lm_head\."]
-
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__(config)
-        self.model = Qwen2Model(config)
-        self.v_head = _ValueHead(config.hidden_size)
-        self.post_init()
+    def add_head(self, width: int) -> None:
+        self.v_head = nn.Sequential(OrderedDict(summary=nn.Linear(width, 1)))
 
 
 def load_network(folder: RewardFolder, dtype: torch.dtype) -> PreTrainedModel:
@@ -135,13 +124,7 @@ def own_class(config: PretrainedConfig, where: str) -> type[PreTrainedModel]:
 
 def is_encoder(kind: type) -> bool:
     """Whether positions attend to later ones."""
-    return kind not in (Qwen2ForProcessRewardModel, Qwen2ForPrmModel) and not issubclass(
-        kind, GenericForSequenceClassification
-    )
-
-
-def own_kind(kind: type) -> str:
-    return ENCODER if is_encoder(kind) else DECODER
+    return not issubclass(kind, Qwen2ForProcessRewardModel | GenericForSequenceClassification)
 
 
 def own_config(source: PretrainedConfig, pad_id: int) -> PretrainedConfig:

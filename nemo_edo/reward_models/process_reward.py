@@ -18,9 +18,6 @@ from nemo_edo.types import Rollout
 if TYPE_CHECKING:
     from nemo_edo.reward_models.vllm_pooling import ServedRewardModel
 
-EMPTY = ("",)
-"""The steps of a response without any: a single empty one, so that it has a score."""
-
 
 class ProcessRewardModel:
     """Scores the steps of stored responses (``score_encoded``), and those of a search, as a StepScorer.
@@ -96,7 +93,8 @@ def encode_responses(
     """Responses as a reward model's input. questions: problem id -> text. separator: between two steps; None: the
     format's."""
     separator = separator or form.separator
-    paths = [StepPath(questions[r.problem_id], split_steps(r.text, separator) or EMPTY) for r in rollouts]
+    # A response without steps has a single empty one, so that it has a score.
+    paths = [StepPath(questions[r.problem_id], split_steps(r.text, separator) or ("",)) for r in rollouts]
     return [form.encode(path) for path in paths]
 
 

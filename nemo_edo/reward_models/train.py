@@ -26,8 +26,8 @@ from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.losses import ranking_nce_loss
 from nemo_edo.metrics import Interval, share_interval
-from nemo_edo.reward_models.formats import Encoded, OwnFormat, OwnSettings, write_own_settings
-from nemo_edo.reward_models.heads import features, margins, own_class, own_config, own_kind
+from nemo_edo.reward_models.formats import DECODER, ENCODER, Encoded, OwnFormat, OwnSettings, write_own_settings
+from nemo_edo.reward_models.heads import features, is_encoder, margins, own_class, own_config
 from nemo_edo.reward_models.process_reward import batches
 from nemo_edo.reward_models.step_data import TEST, TRAIN, VALIDATION, EncodedGroup, StepData, build_step_data, collate
 from nemo_edo.run.folder import RunFolder
@@ -36,7 +36,6 @@ from nemo_edo.run.stored_run import StoredRun, open_run
 
 _EVALUATION_TOKENS = 16384
 """Tokens of a forward pass without gradients, padding included."""
-_CHECKPOINTS_KEPT = 2
 
 
 def train_reward_model(cfg: RewardModelRunConfig) -> Path:
@@ -51,7 +50,7 @@ def train_reward_model(cfg: RewardModelRunConfig) -> Path:
     folder.check_free(config)
     source, tokenizer, network_config = _sources(cfg, run)
     kind = own_class(network_config, source)
-    settings = OwnSettings(own_kind(kind), cfg.data.step_separator)
+    settings = OwnSettings(ENCODER if is_encoder(kind) else DECODER, cfg.data.step_separator)
     data = build_step_data(run, cfg.data, OwnFormat(tokenizer, settings), cfg.seed)
     if (groups := len(data.groups[TRAIN])) < cfg.train.batch_size:
         raise UserError(f"train.batch_size is {cfg.train.batch_size}, but there are {groups} right steps to train on")
@@ -181,20 +180,16 @@ def _train_and_test(
         trainer.remove_callback(callback)
     measured = partial(ranking_accuracy, network, collator=collator, resamples=cfg.bootstrap, seed=cfg.seed)
     parts = (VALIDATION, TEST)
+    # The fields of the Trainer's log that do not depend on the clock.
+    kept = ("step", "epoch", "loss", "grad_norm", "learning_rate", "validation_all", "validation_one_prefix")
     before = {part: measured(data.groups[part]) for part in parts}  # the Trainer has moved the network to its device
     trainer.train(resume_from_checkpoint=_last_checkpoint(folder.path / "checkpoints"))
     return {
         "data": {"run": cfg.data.run, "too_long": data.too_long, **data.counts()},
         "parameters": network.num_parameters(),
         "ranking_accuracy": {part: {"before": before[part], "after": measured(data.groups[part])} for part in parts},
-        "history": [
-            {name: value for name, value in line.items() if name in _KEPT} for line in trainer.state.log_history
-        ],
+        "history": [{name: one[name] for name in kept if name in one} for one in trainer.state.log_history],
     }
-
-
-_KEPT = ("step", "epoch", "loss", "grad_norm", "learning_rate", "validation_all", "validation_one_prefix")
-"""Fields of the Trainer's log that do not depend on the clock."""
 
 
 def _arguments(cfg: RewardModelRunConfig, folder: Path) -> TrainingArguments:
@@ -215,7 +210,7 @@ def _arguments(cfg: RewardModelRunConfig, folder: Path) -> TrainingArguments:
         eval_strategy="steps" if train.evaluate_every else "no",
         eval_steps=train.evaluate_every or None,
         save_steps=train.checkpoint_every,
-        save_total_limit=_CHECKPOINTS_KEPT,
+        save_total_limit=2,
         seed=cfg.seed,
         data_seed=cfg.seed,
         dataloader_pin_memory=torch.cuda.is_available(),

@@ -14,10 +14,10 @@ from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.rewards.function_calls import ARGUMENTS, COLUMN, IDS, SCORE, VOTE, Failure, Result, Signature
 from nemo_edo.rewards.verifier import Response, read_responses
-from nemo_edo.rewards.workers import TIMED_OUT, TaskFailure, WorkerPool
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 from nemo_edo.utils.files import file_name
 from nemo_edo.utils.wording import shown
+from nemo_edo.utils.worker_pool import TIMED_OUT, TaskFailure, WorkerPool
 
 _CALLS = "nemo_edo.rewards.function_calls"
 

@@ -1,4 +1,4 @@
-"""Calls of a user's reward functions, in a worker process (``workers.py``)."""
+"""Calls of a user's reward functions, in a worker process (``utils.worker_pool``)."""
 
 from __future__ import annotations
 

@@ -29,8 +29,7 @@ from nemo_edo.data.benchmarks import TEXT
 from nemo_edo.errors import PartlyGenerated, UserError
 from nemo_edo.metrics.paired import cohen_kappa
 from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict, request_body
-from nemo_edo.rewards.math_verifier import TOO_LONG, MathVerifier
-from nemo_edo.rewards.verifier import CORRECT, Response, read_responses
+from nemo_edo.rewards.verifier import CORRECT, TOO_LONG, MathVerifier, Response, read_responses
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout, ScoredRollout
 from nemo_edo.utils.http import Fault, ServerError, exchange, key_of_environment, open_session, retrying, run_tasks
 

@@ -1,4 +1,4 @@
-"""Builds the scorer from the config. Imports beyond the standard library happen where they are used."""
+"""Builds the scorer from the config."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from nemo_edo.data.answers import answer_format
 from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.problems import LoadedProblems
 from nemo_edo.errors import UserError
-from nemo_edo.rewards.verifier import ExactAnswerScorer
+from nemo_edo.rewards.custom import CustomScorer
+from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer, MathVerifier
+from nemo_edo.utils.worker_pool import Limits
 
 if TYPE_CHECKING:
-    from nemo_edo.config import RewardsConfig
     from nemo_edo.interfaces import Scorer
     from nemo_edo.rewards.judge import Judge
-    from nemo_edo.rewards.workers import Limits
 
 
 def build_scorer(
@@ -26,7 +26,8 @@ def build_scorer(
     encode: Callable[[str], tuple[int, ...]],
     require_unchanged: Callable[[], None] = lambda: None,
 ) -> tuple[Scorer, Judge | None]:
-    """The scorer of responses to the loaded problems, and, on the first rank, its judge (a language model) or None.
+    """The scorer of responses to the loaded problems, and its judge (a language model) or None.
+
     encode: the policy's token ids of a text, which a custom reward may take. require_unchanged: called before a
     custom reward's module is imported, which happens again after a call that took too long.
 
@@ -35,8 +36,6 @@ def build_scorer(
     """
     rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
     if rewards.by_function:
-        from nemo_edo.rewards.custom import CustomScorer
-
         failures = Path(cfg.output_dir) / cfg.name / "failures"
         columns = {column: name for name, column in vars(cfg.data.columns).items() if column}
         custom = CustomScorer(answers, rewards, failures=failures, require_unchanged=require_unchanged, columns=columns)
@@ -51,18 +50,15 @@ def build_scorer(
     only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
     if rewards.verifier == "exact" or (rewards.verifier == "auto" and only_numbers):
         return ExactAnswerScorer(answers), None
+    limits = Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers, rewards.time_budget_s)
+    verifier = MathVerifier(limits)  # starts no process before it verifies
     if rewards.verifier == "judge":
-        from nemo_edo.rewards.judge import Judge, JudgeCache
-        from nemo_edo.rewards.math_verifier import MathVerifier
+        from nemo_edo.rewards.judge import Judge, JudgeCache  # HTTP clients, which other runs do not load
 
-        rules = MathVerifier(_limits(rewards)) if rewards.judge.compare_with_rules else None
         cache = JudgeCache(Path(rewards.judge.cache or Path(cfg.output_dir) / "judge.sqlite"))
-        judge = Judge(rewards.judge, cache, answers, rules)
+        judge = Judge(rewards.judge, cache, answers, verifier if rewards.judge.compare_with_rules else None)
         judge.check()
         return judge, judge
-    from nemo_edo.rewards.math_verifier import MathScorer, MathVerifier
-
-    verifier = MathVerifier(_limits(rewards))
     for path, file in loaded.items():
         loaded[path] = verifier.verifiable(path, file, cfg.data.on_bad_rows)
     return MathScorer(answers, verifier), None
@@ -71,14 +67,6 @@ def build_scorer(
 def check_functions(cfg: RunConfig) -> None:
     """Raises UserError for a custom reward that cannot be called."""
     if cfg.rewards.by_function:
-        from nemo_edo.rewards.custom import CustomScorer
-
         custom = CustomScorer(answer_format("flexible"), cfg.rewards, failures=Path(cfg.output_dir))
         custom.check()
         custom.close()
-
-
-def _limits(rewards: RewardsConfig) -> Limits:
-    from nemo_edo.rewards.workers import Limits
-
-    return Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers, rewards.time_budget_s)

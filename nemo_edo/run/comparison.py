@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo.config import PrecisionConfig, RunConfig
-from nemo_edo.data.exported_files import parameters, write_truncated
-from nemo_edo.data.model_folder import read_fields
+from nemo_edo.data.model_folder import parameters, read_fields, write_truncated
 from nemo_edo.errors import UserError
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.memory import available_bytes

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_edo.rewards.math_verifier import MathVerifier
-from nemo_edo.rewards.workers import Limits, WorkerPool
+from nemo_edo.rewards.verifier import MathVerifier
+from nemo_edo.utils.worker_pool import Limits, WorkerPool
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 0.5

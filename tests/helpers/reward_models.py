@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from nemo_edo.reward_models.formats import OwnSettings, write_own_settings
-from nemo_edo.reward_models.heads import Qwen2ForPrmModel, Qwen2ForProcessRewardModel, own_class, own_config, own_kind
+from nemo_edo.reward_models.heads import Qwen2ForPrmModel, Qwen2ForProcessRewardModel, own_class, own_config
 from nemo_edo.reward_models.process_reward import encode_responses, require_fitting, scores_or_zeros
 
 CHATML = (
@@ -66,7 +66,7 @@ def write_own_reward_model(folder: Path, model_type: str = "llama", *, seed: int
     config = own_config(AutoConfig.for_model(model_type, vocab_size=len(fast), **shape), fast.pad_token_id)
     kind = own_class(config, "a test")
     _save(kind, config, folder, seed)
-    write_own_settings(folder, OwnSettings(own_kind(kind), separator))
+    write_own_settings(folder, OwnSettings("encoder" if model_type == "modernbert" else "decoder", separator))
     return folder
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from generated import between_markers
 
 from nemo_edo.data.answers import answer_format
-from nemo_edo.rewards.math_verifier import MathVerifier
-from nemo_edo.rewards.workers import Limits, WorkerPool
+from nemo_edo.rewards.verifier import MathVerifier
+from nemo_edo.utils.worker_pool import Limits, WorkerPool
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "data_and_rewards.md"

@@ -17,8 +17,8 @@ from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.data.problems import read_benchmark, write_problems
 from nemo_edo.data.rows import ProblemFileError, Row, read_rows
 from nemo_edo.errors import UserError
-from nemo_edo.rewards.math_verifier import MathVerifier
-from nemo_edo.rewards.workers import Limits
+from nemo_edo.rewards.verifier import MathVerifier
+from nemo_edo.utils.worker_pool import Limits
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,9 +1,24 @@
+"""Problems from GSM8K's files, from columns of any names, from a data set on disk, and from a function."""
+
+import datetime
 import json
+from decimal import Decimal
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from nemo_edo.data.problems import ProblemFileError, load_problems
+from nemo_edo.config.compose import ConfigError, compose_run
+from nemo_edo.data.problems import (
+    MADE,
+    Columns,
+    ProblemFileError,
+    load_problems,
+    made_problems,
+    write_problems,
+)
+from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 
 ROBE = {
@@ -16,7 +31,7 @@ HOUSE = {
 }
 
 
-def write(folder: Path, *lines: object) -> Path:
+def write_lines(folder: Path, *lines: object) -> Path:
     """A file of the given lines: dicts as JSON, texts and bytes as they are."""
     path = folder / "train.jsonl"
     encoded = [line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
@@ -30,7 +45,7 @@ def row(question: str, answer: str = "#### 1") -> dict[str, str]:
 
 
 def test_gsm8k_rows_load_without_annotations_and_with_canonical_answers(tmp_path):
-    path = write(tmp_path, ROBE, HOUSE)
+    path = write_lines(tmp_path, ROBE, HOUSE)
     assert load_problems(path, on_bad_rows="error").problems == [
         Problem("train-1", ROBE["question"], "It takes 2/2=1 bolt of white fiber\nSo the total is 2+1=3 bolts\n#### 3",
                 "3", f"{path}:1"),
@@ -47,7 +62,7 @@ SEPARATORS = "one\u2028two\x85three"
     ([json.dumps(row(SEPARATORS), ensure_ascii=False)], {"train-1": SEPARATORS}),
 ], ids=["blank lines count", "byte-order mark and carriage returns", "Unicode line separators in a text"])
 def test_lines_end_at_line_feeds_alone(tmp_path, lines, questions):
-    problems = load_problems(write(tmp_path, *lines), on_bad_rows="error").problems
+    problems = load_problems(write_lines(tmp_path, *lines), on_bad_rows="error").problems
     assert {problem.id: problem.question for problem in problems} == questions
 
 
@@ -72,7 +87,7 @@ BAD_LINES = {
 
 @pytest.mark.parametrize(("line", "reason"), BAD_LINES.items(), ids=list(BAD_LINES.values()))
 def test_a_bad_row_is_named_with_its_line_and_reason_and_skip_reports_it(tmp_path, line, reason):
-    path = write(tmp_path, row("first"), "", line, row("last"))
+    path = write_lines(tmp_path, row("first"), "", line, row("last"))
     with pytest.raises(ProblemFileError) as error:
         load_problems(path, on_bad_rows="error")
     for part in (f"{path}:3: {reason}", "bad rows: 1 of 3", "--on-bad-rows=skip"):
@@ -86,7 +101,7 @@ def test_a_bad_row_is_named_with_its_line_and_reason_and_skip_reports_it(tmp_pat
 def test_duplicate_question_names_the_first_line_whatever_the_white_space(tmp_path):
     """A bad row's question does not count."""
     rows = row("How  many?", "bad"), row("How  many?"), row("other"), row(" How\tmany? "), row("How\nmany?")
-    path = write(tmp_path, *rows)
+    path = write_lines(tmp_path, *rows)
     loaded = load_problems(path, on_bad_rows="skip")
     assert [problem.id for problem in loaded.problems] == ["train-2", "train-3"]
     assert [f'"question" is the same as in {path}:2,' in bad.reason for bad in loaded.skipped] == [False, True, True]
@@ -95,9 +110,178 @@ def test_duplicate_question_names_the_first_line_whatever_the_white_space(tmp_pa
 def test_a_folders_files_are_one_list_of_problems_whatever_their_names(tmp_path):
     for name, lines in (("a", [row("one"), "{"]), ("b", [row("two"), row("one")])):
         (tmp_path / name).mkdir()
-        write(tmp_path / name, *lines)
+        write_lines(tmp_path / name, *lines)
     loaded = load_problems(tmp_path, on_bad_rows="skip")
     assert [problem.id for problem in loaded.problems] == [f"{tmp_path.name}-1", f"{tmp_path.name}-3"]
     assert [problem.source for problem in loaded.problems] == [f"{tmp_path}/{name}/train.jsonl:1" for name in "ab"]
     assert [bad.source for bad in loaded.skipped] == [f"{tmp_path}/a/train.jsonl:2", f"{tmp_path}/b/train.jsonl:2"]
     assert f"the same as in {tmp_path}/a/train.jsonl:1," in loaded.skipped[1].reason
+
+
+ROWS = [{"problem": "1 + 1", "gold": "2", "level": 3, "tags": {"kinds": ["sum"], "seen": None}},
+        {"problem": "Which?", "gold": "the second", "level": None, "tags": {"kinds": [], "seen": 1.5}}]
+NAMED = Columns(question="problem", answer="gold")
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        from datasets import Dataset
+
+        Dataset.from_list(rows).save_to_disk(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["some.jsonl", "some.parquet", "some"])
+def test_files_and_saved_data_sets_with_named_columns_give_the_same_problems(tmp_path: Path, name: str):
+    path = write(tmp_path / name, ROWS)
+    found = load_problems(path, on_bad_rows="error", columns=NAMED).problems
+    assert [(p.id, p.question, p.answer, p.answer_kind, p.solution) for p in found] == [
+        ("some-1", "1 + 1", "2", "number", ""), ("some-2", "Which?", "the second", "math", "")]  # fmt: skip
+    assert [dict(p.metadata) for p in found] == [
+        {"level": row["level"], "tags": row["tags"]} for row in ROWS]  # fmt: skip
+    assert found[1].source == (f"{path}:2" if name.endswith("jsonl") else f"{path}:row 2")
+
+
+def test_gsm8k_rows_keep_their_other_columns_in_any_format(tmp_path: Path):
+    rows = [{"question": "1 + 1", "answer": "1 + 1 = <<1+1=2>>2\n#### 2", "id": 7}]
+    for name in ("a.jsonl", "a.parquet", "a"):
+        [found] = load_problems(write(tmp_path / name, rows), on_bad_rows="error").problems
+        assert (found.answer, found.solution, found.metadata) == ("2", "1 + 1 = 2\n#### 2", {"id": 7})
+
+
+@pytest.mark.parametrize(("rows", "columns", "message"), [
+    ([{"problems": "x", "gold": "2"}], NAMED,
+     'has no column "problem" (data.columns.question); did you mean problems? (its columns: problems, gold)'),
+    ([{"prompt": "x"}], Columns(answer="prompt"), 'has no column "question" (its columns: prompt); other columns are'),
+    ([{"problem": "x", "gold": None}], NAMED, '"gold" is null, expected a text or a whole number'),
+    ([{"problem": "x", "gold": 2.5}], NAMED, '"gold" is 2.5 (float), expected a text or a whole number'),
+    ([{"problem": "x", "gold": True}], NAMED, '"gold" is True (bool)'),
+    ([{"problem": ["x"], "gold": "2"}], NAMED, '"problem[0]" is \'x\' (str), expected a message'),
+    ([{"problem": [{"role": "user", "content": "x", "tool_calls": [1]}], "gold": "2"}], NAMED, '"problem[0]" is '),
+    ([{"problem": [{"role": "user", "content": [{"type": "image"}]}], "gold": "2"}], NAMED,
+     '"problem[0].content[0]" is'),
+    ([{"problem": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "gold": "2"}], NAMED,
+     "\"problem\" ends with a message of the role 'assistant'"),
+    ([{"problem": b"x", "gold": "2"}], NAMED, '"problem" is b\'x\' (bytes), expected a text'),
+    ([{"problem": " ", "gold": "2"}], NAMED, '"problem" is blank'),
+    ([{"problem": "x", "id": "a"}, {"problem": "y", "id": "a"}], Columns(question="problem", id="id"),
+     "has the id odd-a, as {path}:row 1 has"),
+])  # fmt: skip
+def test_an_odd_column_is_named_with_its_file_and_row(tmp_path: Path, rows, columns, message):
+    path = write(tmp_path / "odd.parquet", rows)
+    with pytest.raises(UserError) as refused:
+        load_problems(path, on_bad_rows="error", columns=columns)
+    assert f"{path}:row {len(rows)}: {message.format(path=path)}" in str(refused.value)
+
+
+def test_a_column_that_nobody_named_refuses_no_file_and_a_whole_number_may_be_a_float(tmp_path: Path):
+    when = datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.UTC)
+    row = {"problem": "x", "gold": 2.0, "at": when, "day": when.date(), "price": Decimal("1.50"), "raw": b"x"}
+    table = pa.Table.from_pylist([row]).append_column("ns", pa.array([1], pa.timestamp("ns")))
+    pq.write_table(table, tmp_path / "odd.parquet")
+    [found] = load_problems(tmp_path / "odd.parquet", on_bad_rows="error", columns=NAMED).problems
+    assert (found.answer, found.answer_kind) == ("2", "number")
+    assert found.metadata == {"at": "2024-01-02 03:00:00.000000Z", "day": "2024-01-02", "price": "1.50", "raw": None,
+                              "ns": "1970-01-01 00:00:00.000000001"}  # fmt: skip
+
+
+def test_a_folder_s_hidden_files_and_descriptions_are_no_rows(tmp_path: Path):
+    for name in ("a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", ".cache/b/c.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write(tmp_path / name, ROWS)
+    (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
+    assert len(load_problems(tmp_path, on_bad_rows="error", columns=NAMED).problems) == len(ROWS)
+
+
+TWICE = '{"problem": "y", "gold": "3", "gold": "4"}'
+
+
+@pytest.mark.parametrize("name", ["odd.json", "odd.jsonl"])
+def test_a_row_with_a_key_twice_is_one_bad_row_of_a_list_as_of_lines(tmp_path: Path, name: str):
+    path, place = tmp_path / name, "row 2" if name.endswith("json") else "2"
+    rows = [json.dumps(ROWS[0]), TWICE, json.dumps(ROWS[1])]
+    path.write_text("[" + " ,\n".join(rows) + " ]\n" if name.endswith("json") else "\n".join(rows))
+    with pytest.raises(UserError) as told:
+        load_problems(path, on_bad_rows="error", columns=NAMED)
+    assert f'{path}:{place}: has the key "gold" twice; keep one of the two' in str(told.value)
+    loaded = load_problems(path, on_bad_rows="skip", columns=NAMED)
+    assert [problem.id for problem in loaded.problems] == ["odd-1", "odd-3"] and len(loaded.skipped) == 1
+
+
+@pytest.mark.parametrize("after", ["", ",", ", {", "] x", " 3]"])
+def test_a_list_that_is_cut_after_a_row_with_a_key_twice_is_not_valid_json(tmp_path: Path, after: str):
+    path = tmp_path / "cut.json"
+    path.write_text(f"[{TWICE}{after}")
+    with pytest.raises(UserError, match="cut.json: is not valid JSON"):
+        load_problems(path, on_bad_rows="skip", columns=NAMED)
+
+
+def test_a_data_set_with_splits_asks_for_one(tmp_path: Path):
+    from datasets import Dataset, DatasetDict
+
+    DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
+    with pytest.raises(UserError, match="has the splits train, test; name one, such as .*/both/train"):
+        load_problems(tmp_path / "both", on_bad_rows="error", columns=NAMED)
+    [first, _] = load_problems(tmp_path / "both" / "test", on_bad_rows="error", columns=NAMED).problems
+    assert first.id == "test-1"
+
+
+CODE = """
+from nemo_edo.types import Problem
+
+def make(size, *, fails=False):
+    if fails: raise OSError("no network")
+    rows = [{"question": f"{i}?", "answer": i, "id": f"q{i}", "level": i % 3} for i in range(size)]
+    return {"train": iter(rows), "test": [Problem("own", "Why?", "", "so", "here", metadata={"hard": True})]}
+
+def rows(): return [{"question": "1?"}]
+def odd(): return {"test": [{"question": "1?"}, {"quest": "2?"}]}
+def same(): return {"train": [Problem("a", "1?", "", "", "")], "test": [Problem("a", "2?", "", "", "")]}
+"""
+
+
+def test_a_functions_problems_are_kept_and_read_back_with_their_metadata(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data.py").write_text(CODE)
+    made = made_problems("my_data:make", {"size": 2}, Columns())
+    assert [(p.id, p.answer, p.metadata, p.source) for p in made["train"]] == [
+        ("train-q0", "0", {"level": 0}, "my_data:make train 1"),
+        ("train-q1", "1", {"level": 1}, "my_data:make train 2")]  # fmt: skip
+    for split, problems in made.items():
+        path = tmp_path / f"{split}.jsonl"
+        write_problems(path, problems, benchmark=MADE, split=split, source={}, skipped=0)
+        assert load_problems(path, on_bad_rows="error").problems == problems
+
+
+@pytest.mark.parametrize(("path", "arguments", "message"), [
+    ("my_data:make", {}, "data.source_args do not fit data.source (my_data:make): missing a required argument: 'size'"),
+    ("my_data:make", {"size": 1, "siz": 2}, "got an unexpected keyword argument 'siz'; it is my_data:make(size, *,"),
+    ("my_data:make", {"size": 1, "fails": True}, "data.source (my_data:make) raised OSError: no network (/"),
+    ("my_data:make", {"size": 0}, "(my_data:make) train: has no rows"),
+    ("my_data:rows", {}, 'returned list, expected {"train": problems, "test": problems}'),
+    ("my_data:odd", {}, 'my_data:odd test 2: has no column "question"; did you mean quest?'),
+    ("my_data:same", {}, "gave train and test problems the same id, such as a"),
+    ("my_data:mak", {}, "my_data has no mak; did you mean make?"),
+])  # fmt: skip
+def test_a_source_that_fails_is_told_with_its_setting(tmp_path: Path, monkeypatch, path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_data.py").write_text(CODE)
+    with pytest.raises(UserError) as refused:
+        made_problems(path, arguments, Columns())
+    assert "data.source" in str(refused.value) and message in str(refused.value)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["data.source=my_data"], "data.source is 'my_data', expected null or an import path"),
+    (["data.source=a:b", "data.test=x.jsonl"], "data.test is 'x.jsonl', expected null with data.source"),
+    (["data.source_args.size=3"], "expected none without data.source"),
+    (["data=reasoning_gym"], "a value is needed for data.source_args.name"),
+])  # fmt: skip
+def test_settings_of_data_that_do_not_fit_are_refused(overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        compose_run("quickstart", overrides)
+    assert message in str(refused.value)

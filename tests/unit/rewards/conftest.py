@@ -1,7 +1,7 @@
 import pytest
 
-from nemo_edo.rewards.math_verifier import MathVerifier
-from nemo_edo.rewards.workers import Limits
+from nemo_edo.rewards.verifier import MathVerifier
+from nemo_edo.utils.worker_pool import Limits
 
 
 @pytest.fixture(scope="session")

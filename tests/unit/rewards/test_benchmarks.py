@@ -11,8 +11,7 @@ from nemo_edo.data.answers import answer_format
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.data.problems import LoadedProblems, load_problems, write_problems
 from nemo_edo.data.prompts import render_prompt
-from nemo_edo.rewards.math_verifier import MathScorer
-from nemo_edo.rewards.verifier import ExactAnswerScorer
+from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "tests/data/benchmarks"

@@ -8,7 +8,7 @@ import torch
 
 from nemo_edo.config import PrecisionConfig
 from nemo_edo.config.compose import compose_run
-from nemo_edo.data import exported_files
+from nemo_edo.data import model_folder
 from nemo_edo.errors import UserError
 from nemo_edo.run import comparison
 from nemo_edo.run.comparison import logprobs
@@ -78,7 +78,7 @@ def test_a_model_without_room_is_compared_by_its_first_and_last_layers(tiny, tmp
 
 def test_a_truncated_copy_divides_over_the_stages(tiny, tmp_path):
     tiny.write_tiny_model(tmp_path / "model", num_hidden_layers=12)
-    assert exported_files.write_truncated(tmp_path / "model", tmp_path / "out", 3) == [0, 1, 2, 9, 10, 11]
+    assert model_folder.write_truncated(tmp_path / "model", tmp_path / "out", 3) == [0, 1, 2, 9, 10, 11]
 
 
 def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path, monkeypatch):

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, LlamaConfig
 
-from nemo_edo.data.exported_files import usual_modes, write_files
-from nemo_edo.data.model_folder import read_headers
+from nemo_edo.data.model_folder import read_headers, usual_modes, write_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.hf_export import with_untrained
 

@@ -9,8 +9,8 @@ from threading import Timer
 import pytest
 
 from nemo_edo.errors import UserError
-from nemo_edo.rewards.math_verifier import MathVerifier
-from nemo_edo.rewards.workers import CRASHED, OUT_OF_MEMORY, TIMED_OUT, Limits, TaskFailure, WorkerPool
+from nemo_edo.rewards.verifier import MathVerifier
+from nemo_edo.utils.worker_pool import CRASHED, OUT_OF_MEMORY, TIMED_OUT, Limits, TaskFailure, WorkerPool
 
 TASKS = """
 import os, signal, subprocess, sys, time
@@ -118,7 +118,7 @@ def test_a_killed_server_is_told_and_replaced(pool_of):
 
 
 def test_an_answer_whose_worker_died_is_verified_once_more(pool_of, tmp_path, monkeypatch):
-    monkeypatch.setattr("nemo_edo.rewards.math_verifier._EQUIVALENCE", "tasks")
+    monkeypatch.setattr("nemo_edo.rewards.verifier._EQUIVALENCE", "tasks")
     verifier = MathVerifier(Limits(seconds=60, memory_mb=1024, workers=1))
     verifier._pool = pool_of(verifier._pool.limits)
     with pytest.warns(UserWarning, match="crashed: 1"):

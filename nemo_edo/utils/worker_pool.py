@@ -1,4 +1,5 @@
-"""Worker processes for what must not stop or slow down a run: answers that hang a verifier, and users' functions.
+"""Worker processes for what must not stop or slow down a run: answers that hang a verifier, chat templates, and users'
+functions.
 
 A server process forks the workers, so that one that was killed is replaced within milliseconds, and the trainer (CUDA,
 threads, gigabytes) is never forked.
@@ -95,8 +96,8 @@ class WorkerPool:
             status = self._server.wait()
             self.close()
             raise UserError(
-                f"the process that scores answers has ended (exit status {status}); what was generated before stays: "
-                "rerun the command to resume"
+                f"the process that scores answers or renders prompts has ended (exit status {status}); what was "
+                "generated before stays: rerun the command to resume"
             ) from error
         return results
 
@@ -108,7 +109,7 @@ class WorkerPool:
 
     def _start(self) -> None:
         self._connection, theirs = Pipe()
-        main = "from nemo_edo.rewards.workers import main; main()"  # not -m: it sends instances of our classes
+        main = "from nemo_edo.utils.worker_pool import main; main()"  # not -m: it sends instances of our classes
         # OpenBLAS would reserve address space for each of its threads.
         threads = {} if self.limits is None else {"OMP_NUM_THREADS": "1"}
         # A separate session: only the trainer handles Ctrl-C.
