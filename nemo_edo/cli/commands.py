@@ -121,9 +121,9 @@ def _score(args: argparse.Namespace) -> None:
     urls = [f"servers.urls=['{args.model}']"] if args.model.startswith(("http://", "https://")) else []
     cfg = compose_job("score", urls + args.overrides)
     _quiet()
-    from nemo_edo.reward_models import score_run
+    from nemo_edo.reward_models import process_reward
 
-    say_all(score_run.score_run(args.run, args.model, args.name, args.arm, args.tokenizer, cfg))
+    say_all(process_reward.score_run(args.run, args.model, args.name, args.arm, args.tokenizer, cfg))
 
 
 def _report(args: argparse.Namespace) -> None:

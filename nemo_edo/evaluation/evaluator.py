@@ -37,8 +37,7 @@ from nemo_edo.evaluation.results import (
 )
 from nemo_edo.interfaces import Policy
 from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pass_at_k, pooled_distinct, vote_success
-from nemo_edo.rollouts.score_store import Key, StepScores, tokens_checksum
-from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.rollouts.store import Key, RolloutStore, StepScores, tokens_checksum
 from nemo_edo.types import (
     ABSTAINED,
     RULES_AGREE,
@@ -117,7 +116,7 @@ class Samples:
 
     @property
     def checksum(self) -> str:
-        """What scores of these responses name them by (``score_store.rollouts_checksum``)."""
+        """What scores of these responses name them by (``rollouts_checksum``)."""
         named = zip(self.problems, self.tokens, strict=True)
         return tokens_checksum((problem, place, ids) for problem, row in named for place, ids in enumerate(row))
 

@@ -63,6 +63,13 @@ class Curves(NamedTuple):
 
 
 _TRAIN = "Training problems, sampled at temperature {} from the policy at the start of each iteration."
+_TEST = "Test problems, at each evaluation during training and at the end."
+_GREEDY, _DISTINCT = (
+    Curves(f"test-{metric}", title, _TEST, "evaluation", metric, metric_name(metric))
+    for metric, title in (
+        ("greedy_accuracy", "Greedy test accuracy"), ("distinct_4", "Distinct-4 on the test problems")
+    )
+)  # fmt: skip
 _REWARD = Curves("reward", "Reward over iterations", _TRAIN, "collection", "reward", "mean reward")
 _DIAGNOSTICS = (
     Curves("entropy", "Entropy over training", "The policy's entropy, mean over sampled response tokens.",
@@ -92,8 +99,7 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
     styles = arm_styles({START: START_LABEL} | comparison.labels)
     if comparison.replicate:
         styles[REPLICATE] = ArmStyle(f"{comparison.replicate}, replicate", START_COLOR, "longdash", "circle")
-    test = _interim_chart(comparison, styles, "greedy_accuracy", "Greedy test accuracy")
-    later = _interim_chart(comparison, styles, "distinct_4", "Distinct-4 on the test problems")
+    test, later = (_curves_chart(comparison, styles, row) for row in (_GREEDY, _DISTINCT))
     curves = {row.title: _curves_chart(comparison, styles, row) for row in (_REWARD, *_DIAGNOSTICS)}
     first = [forest_chart(comparison, styles, metrics), test or curves.pop(_REWARD.title)]
     diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
@@ -175,43 +181,33 @@ def _curves_chart(comparison: Comparison, styles: Styles, curves: Curves) -> Cha
     if kind == "sft_step":
         records = {record.seed: record for record in comparison.runs.records}.values()
         trainings, x_title = {START: [Trained(record, START) for record in records]}, "optimizer step"
-    lines = {arm: over_seeds([_by_x(trained, kind, y) for trained in found]) for arm, found in trainings.items()}
+    lines = {}
+    for arm, found in trainings.items():
+        of_seeds = [_by_x(trained, kind, y) for trained in found]
+        lines[arm] = of_seeds[0] if comparison.is_one else over_seeds([one["y"] for one in of_seeds])
     temperatures = {f"{setting(record, 'sampling.temperature'):g}": None for record in comparison.runs.records}
-    caption = caption.format(" or ".join(temperatures)) + ("" if comparison.is_one else SEEDS_BAND)
+    band = SEEDS_BAND if not comparison.is_one else PROBLEMS_BAND if kind == "evaluation" else ""
+    caption = caption.format(" or ".join(temperatures)) + band
     return line_chart(key, title, caption, lines, styles, x_title=x_title, y_title=y_title)
 
 
-def _by_x(trained: Trained, kind: str, y: str) -> pd.Series:
-    """The values by iteration: the last of a collection, the mean of optimizer steps. Those of the warm-up by the last
-    step of a block of steps, as its mean."""
+def _by_x(trained: Trained, kind: str, y: str) -> Line:
+    """The values by iteration: the last of a collection, the mean of optimizer steps, the last of an evaluation with
+    its interval, where there are evaluations during training. Those of the warm-up by the last step of a block of
+    steps, as its mean."""
     lines = trained.lines(kind)
-    x = lines["iteration"]
+    x, last = lines["iteration"], lines.drop_duplicates("iteration", keep="last").set_index("iteration")
     if kind == "collection":
-        return lines.drop_duplicates("iteration", keep="last").set_index("iteration")[y]
+        return last[y].to_frame("y")
+    if kind == "evaluation":
+        metrics = {} if lines["final"].eq(True).all() else last["metrics"].to_dict()
+        cells = {x: found[y] for x, found in metrics.items() if found.get(y)}
+        ends = [[cell.get(end) for end in ("mean", "low", "high")] for cell in cells.values()]
+        return pd.DataFrame(ends, list(cells), ["y", "low", "high"], dtype=float)
     if kind == "sft_step":
         size = max(math.ceil(len(lines) / MOST_MARKERS), 1)
         x = np.ceil(lines["step"] / size) * size
-    return lines[y].groupby(x).mean()
-
-
-def _interim_chart(comparison: Comparison, styles: Styles, metric: str, title: str) -> Chart | None:
-    """The metric at evaluations during training, of which the last counts where one was repeated; without any there
-    is no curve."""
-    lines = {}
-    for arm, found in _trainings(comparison).items():
-        curves = []
-        for trained in found:
-            logged = trained.lines("evaluation")
-            last = logged[:0] if logged["final"].eq(True).all() else logged.drop_duplicates("iteration", keep="last")
-            pairs = zip(last["iteration"], last["metrics"], strict=True)
-            cells = {x: metrics[metric] for x, metrics in pairs if metrics.get(metric)}
-            ends = [[cell.get(end) for end in ("mean", "low", "high")] for cell in cells.values()]
-            curves.append(pd.DataFrame(ends, list(cells), ["y", "low", "high"], dtype=float))
-        lines[arm] = curves[0] if comparison.is_one else over_seeds([one["y"] for one in curves])
-    caption = "Test problems, at each evaluation during training and at the end."
-    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-    axes = {"x_title": "iteration", "y_title": metric_name(metric)}
-    return line_chart(f"test-{metric}", title, caption, lines, styles, **axes)
+    return lines[y].groupby(x).mean().to_frame("y")
 
 
 # --- diversity --------------------------------------------------------------------------------------------------------
@@ -236,7 +232,7 @@ def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
     lines = {}
     for arm, by_seed in comparison.arms.items():
         curves = {y: [_by_x(one, "collection", y) for one in by_seed.values()] for y in ("reward", "entropy")}
-        reward, entropy = (over_seeds(found)["y"] for found in curves.values())
+        reward, entropy = (over_seeds([one["y"] for one in found])["y"] for found in curves.values())
         lines[arm] = pd.DataFrame({"y": entropy.to_numpy()}, reward)
     axes = {"x_title": "sampled training accuracy", "y_title": "entropy (nats)"}
     return line_chart("matched", "Entropy against accuracy", caption, lines, styles, marks=marks, level=level, **axes)

@@ -23,7 +23,6 @@ from nemo_edo.evaluation.results import (
     metric_order,
     newly_solved_and_lost,
     paired_interval,
-    plain_name,
     seeds_interval,
 )
 from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
@@ -99,6 +98,13 @@ class Comparison:
     """Everything that a report says in numbers."""
 
     runs: RunSet
+    arms: dict[str, dict[int, Trained]]
+    seeds: list[int]
+    is_one: bool
+    """Whether there is one run."""
+    problems: int
+    temperature: float
+    """The temperature of the sampled responses, where a metric's name has no other."""
     labels: dict[str, str]
     metrics: tuple[str, ...]
     table: dict[str, dict[str, Estimate]]
@@ -114,31 +120,6 @@ class Comparison:
     and lost, the other way round."""
     from_baseline: dict[str, dict[str, float]]
     matched: MatchedArms
-
-    @property
-    def arms(self) -> dict[str, dict[int, Trained]]:
-        return self.runs.arms
-
-    @property
-    def seeds(self) -> list[int]:
-        return self.runs.seeds
-
-    @property
-    def problems(self) -> int:
-        return len(next(iter(self.runs.records[0].evaluations.values())).problems)
-
-    @property
-    def temperature(self) -> float:
-        """The temperature of the sampled responses, where a metric's name has no other."""
-        return next(iter(self.runs.records[0].evaluations.values())).temperature
-
-    @property
-    def temperature_named(self) -> bool:
-        return any(plain_name(metric) != metric for metric in self.metrics)
-
-    @property
-    def is_one(self) -> bool:
-        return self.runs.is_one
 
     def cell(self, policy: str, metric: str) -> Estimate | None:
         return self.table[policy].get(metric)
@@ -202,6 +183,11 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
             noise[metric] = math.sqrt(sum(gap**2 for gap in known) / len(known))
     return Comparison(
         runs=runs,
+        arms=runs.arms,
+        seeds=runs.seeds,
+        is_one=runs.is_one,
+        problems=len(evaluated[0].problems),
+        temperature=evaluated[0].temperature,
         labels={name: runs.labels.get(name) or first.label(name) for name in policies if name != REPLICATE},
         metrics=metrics,
         table=table,

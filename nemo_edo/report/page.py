@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import POOLED, main_metrics, metric_name
+from nemo_edo.evaluation.results import POOLED, main_metrics, metric_name, plain_name
 from nemo_edo.metrics import Interval
 from nemo_edo.report.charts import all_charts
 from nemo_edo.report.comparison import Comparison, compare
@@ -120,8 +120,9 @@ def render_page(template: str, **values: Any) -> str:
     loader = FileSystemLoader(TEMPLATES)
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, **options)
-    environment.filters |= {"metric_name": metric_name, "short_name": short_name, "direction": direction}
-    environment.filters |= {"duration": duration, "dash_array": DASHES.get, "symbol_path": SYMBOLS.get}
+    environment.filters |= {"metric_name": metric_name, "plain_name": plain_name, "short_name": short_name}
+    environment.filters |= {"direction": direction, "duration": duration}
+    environment.filters |= {"dash_array": DASHES.get, "symbol_path": SYMBOLS.get}
     return environment.get_template(template).render(Markup=Markup, **values)
 
 

@@ -14,8 +14,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.evaluator import read_samples
 from nemo_edo.evaluation.results import KINDS, START, Evaluation, check_arm_names, load_evaluation
 from nemo_edo.evaluation.stored import aggregated, analyse, differences, differences_table, table, weighs
-from nemo_edo.rollouts.score_store import ScoreStore
-from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.rollouts.store import RolloutStore, ScoreStore
 from nemo_edo.run.build import RunSettings
 from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.made_from import require_noted

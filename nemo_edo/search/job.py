@@ -21,8 +21,7 @@ from nemo_edo.report.page import write_report
 from nemo_edo.report.run_set import SEARCH_ACCURACY, SEARCH_EVALUATION, one_run
 from nemo_edo.report.sample_browser import tree_record
 from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_format, read_reward_folder, too_long
-from nemo_edo.reward_models.process_reward import ProcessRewardModel
-from nemo_edo.reward_models.score_run import made_by
+from nemo_edo.reward_models.process_reward import ProcessRewardModel, made_by
 from nemo_edo.run import inputs, jobs
 from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.folder import RunFolder, taken

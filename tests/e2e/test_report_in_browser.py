@@ -2,13 +2,18 @@
 
 import json
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
-from helpers.reported_run import enrich
-from helpers.run_folder import write_run_folder
+from helpers.experiment_run import write_evaluation
+from helpers.run_folder import ATTACK, write_run_folder
 
 from nemo_edo.report.page import write_report
-from nemo_edo.report.run_set import one_run
+from nemo_edo.report.run_set import one_run, read_run
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.types import Rollout, ScoredRollout
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_chromium = pytest.mark.skipif(
@@ -20,6 +25,50 @@ FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "-
 WIDTHS = (1280, 400)
 CHARTS = 2 + 2 + 3 + 8
 """Of the first screen, of diversity, of test time (votes, pass@k, best-of-k) and of diagnostics."""
+
+
+def enrich(folder: Path) -> None:
+    """Adds responses of every evaluated policy, curves over them, and seven nodes of a search of depth two."""
+    record = read_run(folder)
+    rng = np.random.default_rng(0)
+    for place, (arm, evaluation) in enumerate(record.evaluations.items()):
+        problems = evaluation.problems
+        iteration = record.arms[arm].iterations if arm in record.arms else 0
+        scored = [_response(problem, sample, rng) for problem in problems[:3] for sample in range(8)]
+        if arm == "edo_paper":  # one response is truncated, another has words that no other has
+            scored[3] = _with(scored[3], finished=False)
+            scored[20] = _with(scored[20], text=f"{scored[20].rollout.text} found only here")
+        RolloutStore(folder / "evaluations" / arm / "sampled").write(iteration, scored)
+        alone = {"edo_paper": (0, 1), "edo_floor": (1,)}.get(arm, ())  # the first problem is solved by one arm only
+        greedy = [replace(_response(problem, 0, rng), reward=float(number in alone))
+                  for number, problem in enumerate(problems[:3])]
+        RolloutStore(folder / "evaluations" / arm / "greedy").write(iteration, greedy)
+        curves = {}
+        for k in range(1, 17):
+            level = 0.4 + 0.03 * place + 0.1 * np.log(k)
+            for name in ("majority@{}", "pass@{}", "best_of@{}/mine", "best_of@{}/oracle"):
+                curves[name.format(k)] = np.clip(rng.normal(level, 0.2, len(problems)), 0, 1).tolist()
+            curves[f"tokens@{k}"] = [24.0 * k] * len(problems)
+        write_evaluation(folder / "test_time" / f"{arm}.json", arm, curves)
+    parents = [None, 0, 0, 0, 1, 1, 2]
+    nodes = [{"parent": parent, "step": "" if parent is None else f"step {place} {ATTACK}", "finished": place > 3,
+              "samples": 1, "reward": 0.1 * place, "width": 1.0, "value": 1.0 + 0.1 * place,
+              "made_at": 0 if parent is None else 1 + (place > 3), "expanded_at": 1 if place in parents else None}
+             for place, parent in enumerate(parents)]
+    (folder / "search").mkdir()
+    search = {"question": f"2 + 2 {ATTACK}", "best": 6, "nodes": nodes}
+    (folder / "search" / "test-0.json").write_text(json.dumps(search))
+
+
+def _response(problem: str, sample: int, rng: np.random.Generator) -> ScoredRollout:
+    answer = str(10 + int(rng.integers(0, 3)))
+    text = f"6 + 3 = 9 ; 9 + 2 = {answer} {'x' * 120 if sample == 0 else ''} ; {ATTACK} #### {answer}"
+    rollout = Rollout(problem, sample, (1,), (2,), (-1.0,), text, True, 0, sample)
+    return ScoredRollout(rollout, float(answer == "11"), answer, True, "")
+
+
+def _with(scored: ScoredRollout, **changes: object) -> ScoredRollout:
+    return replace(scored, rollout=replace(scored.rollout, **changes))
 
 
 @pytest.fixture(scope="module")

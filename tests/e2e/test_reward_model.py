@@ -7,7 +7,7 @@ import pytest
 import yaml
 from helpers.stored_run import LLAMA, write_stored_run
 
-from nemo_edo.rollouts.score_store import ScoreStore
+from nemo_edo.rollouts.store import ScoreStore
 
 pytestmark = pytest.mark.slow
 

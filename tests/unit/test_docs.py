@@ -105,7 +105,7 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     from nemo_edo.cluster import launch as slurm
     from nemo_edo.experiments import study, sweep
     from nemo_edo.report import page, run_set
-    from nemo_edo.reward_models import score_run
+    from nemo_edo.reward_models import process_reward
     from nemo_edo.reward_models import train as train_reward_model
     from nemo_edo.run import stored_run
     from tools.paper_tables import tables
@@ -117,7 +117,7 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     monkeypatch.setattr(nemo_edo.run, "jobs", Jobs(), raising=False)
     monkeypatch.setattr(nemo_edo.search, "job", Jobs(), raising=False)
     monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)
-    monkeypatch.setattr(score_run, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
+    monkeypatch.setattr(process_reward, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
     monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
     monkeypatch.setattr(study, "run_study", lambda study, jobs: [])
     monkeypatch.setattr(study.Study, "unfinished", lambda self: [])

@@ -1,18 +1,213 @@
+"""Prompts, plain and of chat templates: equal to transformers', whatever the text; and each way in which one fails."""
+
+from dataclasses import replace
+from datetime import datetime
+
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config import ArithmeticConfig
-from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, prompt_style, render_prompt
+from nemo_edo.config.compose import compose_run
+from nemo_edo.data.chat import question_of
+from nemo_edo.data.problems import Columns
+from nemo_edo.data.prompts import (
+    PromptStyle,
+    check_rows,
+    encode_prompts,
+    encode_solutions,
+    left_out_tokens,
+    prompt_style,
+    render_prompt,
+    warnings_of,
+)
+from nemo_edo.data.rows import Row
+from nemo_edo.data.tokenizer import Decoder, load_tokenizer
+from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n{% endif %}"
+    "{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'system' %}{{ raise_exception('no system message') }}{% else %} {{ m.content }}</s>{% endif %}"
+    "{% endfor %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% set date = strftime_now('%d %b %Y') %}{% for m in messages %}<|user|>{{ loop.index }} {{ date }}"
+    " {%- generation %} {{ m.content }} {% endgeneration %}{{ m.role | tojson }}{% endfor %}"
+    "{% if add_generation_prompt %}<|user|>assistant{% endif %}"
+)
+TEMPLATES = {"chatml": CHATML, "mistral": MISTRAL, "llama": LLAMA}
+DAY = datetime(2024, 7, 26, 12, 30)
+MARKUP = "<|im_end|>\n<|im_start|>user\nand <|user|> </s> <s>"
+
+
+def make(folder, template=None, after=None):
+    """Byte-level BPE. <|user|>, which a template writes, is not special, as DeepSeek's is not."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<answer>", "</answer>"]
+    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, show_progress=False,
+                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())  # fmt: skip
+    made.train_from_iterator(["How many apples? The user said: 12.", "user\nassistant\n"] * 3, trainer)
+    made.add_tokens([AddedToken("<|user|>", special=False), AddedToken("  ", special=False, normalized=False)])
+    if after:
+        made.post_processor = TemplateProcessing(after, special_tokens=[("<s>", 0), ("</s>", 1)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = template
+    fast.save_pretrained(folder)
+    return load_tokenizer(folder)
+
+
+def problem(question="How many apples?", line=1, **more) -> Problem:
+    return Problem(f"t-{line}", question, "12", "12", f"t.jsonl:{line}", **more)
+
+
+def prompt(tokenizer, one: Problem, template="{question}", asked="auto", **settings):
+    style = prompt_style(template, asked, tokenizer, now=DAY, **settings)
+    return list(encode_prompts([one], tokenizer, style, max_prompt_tokens=None)[one.id])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("question", ["How many apples?", " 3  apples\n\nand the user's   12 ", "äpfel 🍎 {question}"])
+def test_a_prompt_is_what_transformers_makes_of_the_template(tmp_path, name, question):
+    tokenizer = make(tmp_path, TEMPLATES[name], "<s> $A")
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "Which?"},
+            {"role": "user", "content": "These."}]  # fmt: skip
+    for messages in (chat[:1], chat):
+        of_transformers = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, strftime_now=DAY.strftime
+        )
+        one = problem(question) if messages == chat[:1] else problem(messages=tuple(chat))
+        assert prompt(tokenizer, one) == of_transformers
+
+
+@pytest.mark.parametrize("template", [None, *TEMPLATES.values()])
+def test_markup_in_a_question_and_in_a_solution_stays_text(tmp_path, template):
+    tokenizer = make(tmp_path, template, "<s> $A")
+    ids, clean = (prompt(tokenizer, problem(f"a  {text} b")) for text in (MARKUP, "x"))
+    assert tokenizer.decode(ids) == tokenizer.decode(clean).replace("a  x b", f"a  {MARKUP} b")
+    known = tokenizer.added_tokens_encoder
+    names = set(known) if template == LLAMA else set(known) - {"<|user|>"}  # a token of this template alone
+    assert [one for one in ids if one in {known[name] for name in names}] == [
+        one for one in clean if one in {known[name] for name in names}]  # fmt: skip
+    style = prompt_style("{question}", "auto", tokenizer)
+    [(_, solution)] = encode_solutions([replace(problem(), solution=MARKUP)], tokenizer, style, None)
+    assert tokenizer.decode(solution) == f"{MARKUP}</s>" and solution.count(1) == 1
+    assert list(solution[:-1]) == [
+        *tokenizer.encode(MARKUP.split("<|user|>")[0], add_special_tokens=False, split_special_tokens=True),
+        known["<|user|>"],
+        *tokenizer.encode(" </s> <s>", add_special_tokens=False, split_special_tokens=True),
+    ]
+
+
+@pytest.mark.parametrize(("template", "message"), [
+    (CHATML.split("{% if add")[0], "does not begin the model's turn"),
+    ("{{ raise_exception('say please') }}", "say please"), (CHATML + "{% if %}", "syntax error in line 5"),
+    ("{% include 'x.jinja' %}", r"includes another file \(x.jinja\)"), ("{{ messages[3].content }}", "no element 3"),
+    ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
+    ("{{ 'a' * 10 ** 10 }}", "MiB"), (CHATML.replace("m.content | trim", "'hi'"), "leaves out 'How many apples"),
+    (CHATML + "</s>", "ends with </s>"), ("<s><s>" + CHATML, "begins with two <s>"),
+    ({"rag": CHATML, "tool_use": CHATML}, "tool_use, rag"),
+])  # fmt: skip
+def test_a_template_that_fails_is_one_message_that_names_it(tmp_path, monkeypatch, template, message):
+    monkeypatch.setattr("nemo_edo.data.chat.SECONDS", 1)
+    with pytest.raises(UserError, match=message) as error:
+        prompt(make(tmp_path, template), problem())
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(("after", "template", "message"), [
+    ("$A </s>", "{question}", "ends with </s>.*the tokenizer"), ("<s> $A", "<s>{question}", "begins with two <s>"),
+    (None, "{question}</s>", "data.prompt has it"),
+])  # fmt: skip
+def test_a_text_that_begins_twice_or_has_ended_is_an_error(tmp_path, after, template, message):
+    with pytest.raises(UserError, match=f"t.jsonl:1.*{message}"):
+        prompt(make(tmp_path, after=after), problem(), template)
+
+
+def test_settings_choose_the_template_its_variables_and_the_system_message_that_a_chat_of_the_data_may_have(tmp_path):
+    tokenizer, one = make(tmp_path, {"default": MISTRAL, "chatml": CHATML}), problem("Hi")
+    (tmp_path / "own.jinja").write_text(CHATML)
+    for asked in ("chatml", str(tmp_path / "own.jinja")):
+        ids = prompt(tokenizer, one, asked=asked, system_prompt="Be brief.", kwargs={"enable_thinking": False})
+        assert tokenizer.decode(ids) == (
+            "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n")
+    chat = ({"role": "system", "content": "Rhyme."}, {"role": "user", "content": "Hi"})
+    ids = prompt(tokenizer, problem(messages=chat), asked="chatml", system_prompt="Be brief.")
+    assert "Rhyme." in tokenizer.decode(ids) and "brief" not in tokenizer.decode(ids)
+    for settings, message in (({"kwargs": {"enable_thinkin": False}}, "enable_thinking"), ({"asked": "x"}, "chatml"),
+                              ({"system_prompt": "x"}, "no system message"), ({"kept": ["<ans>"]}, "answer"),
+                              ({"asked": "false", "system_prompt": "x"}, "data.system_prompt is set")):  # fmt: skip
+        with pytest.raises(UserError, match=message):
+            prompt(tokenizer, one, **{"asked": "chatml" if "kwargs" in settings else "auto", **settings})
+
+
+def test_a_column_of_messages_is_a_chat_and_a_name_with_a_dot_a_field(tmp_path):
+    columns = Columns(question="prompt", answer="reward_model.ground_truth")
+    parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?", "image": None}]
+    row = {"prompt": [{"role": "system", "content": "Count."}, {"role": "user", "content": parts, "name": None}],
+           "reward_model": {"ground_truth": "4"}}  # fmt: skip
+    made = columns.problem(Row(1, "t:1", row), "t")
+    assert (made.question, made.answer, made.metadata) == ("How many?", "4", {"reward_model": {"ground_truth": "4"}})
+    assert made.messages == ({"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"})
+    turns = (*made.messages, {"role": "assistant", "content": "What?"}, {"role": "user", "content": "Legs."})
+    assert question_of(turns) == "user: How many?\n\nassistant: What?\n\nuser: Legs."
+    with pytest.raises(UserError, match="t:1: has messages"):
+        prompt(make(tmp_path), made)
+
+
+@pytest.mark.parametrize(("data", "row", "question"), [
+    ("nemo_gym", {"responses_create_params": {"input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "Sum?"}], "type": "message"}]}}, "Sum?"),
+    ("nemo_skills", {"problem": "Sum?", "id": "a", "reference_solution": "x"}, "Sum?")])  # fmt: skip
+def test_rows_of_nemo_gym_and_nemo_skills_are_problems_as_they_are(data, row, question):
+    settings = compose_run("grpo_gsm8k", [f"data={data}", "model.path=m", "data.train=a", "data.test=b"]).data
+    made = settings.columns.problem(Row(1, "t:1", {**row, "expected_answer": "95"}), "t")
+    assert (made.question, made.answer, settings.answer_format) == (question, "95", "boxed")
+    assert bool(made.messages) == (data == "nemo_gym")
+
+
+def test_kept_special_tokens_are_words_and_others_that_an_answer_needs_are_warned_of(tmp_path):
+    tokenizer = make(tmp_path, CHATML)
+    answer = [*tokenizer.convert_tokens_to_ids(["<answer>", "1", "</answer>", "<|im_end|>"])]
+    style = prompt_style("{question}", "auto", tokenizer)
+    [said] = warnings_of({}, tokenizer, style, "<answer>(.*)</answer>", {3})
+    assert "data.keep_special_tokens=['<answer>','</answer>']" in said
+    assert left_out_tokens(tokenizer, style) is None
+    style = prompt_style("{question} <answer>", "auto", tokenizer, kept=["<answer>", "</answer>"])
+    left_out = left_out_tokens(tokenizer, style)
+    assert warnings_of({}, tokenizer, style, "<answer>", {3}) == []
+    assert Decoder(tokenizer, frozenset({3}), left_out)([2, *answer]) == "<answer>1</answer>"
+    assert Decoder(tokenizer, frozenset({3}))(answer) == "1"
+    assert encode_prompts([problem()], tokenizer, style, max_prompt_tokens=None)["t-1"].count(answer[0]) == 1
+
+
+def test_a_token_without_a_row_is_refused_with_both_sizes(tmp_path):
+    tokenizer = make(tmp_path)
+    rows = tokenizer.convert_tokens_to_ids("<|user|>")
+    for fields in ({"vocab_size": rows}, {"text_config": {"vocab_size": rows}}):
+        check_rows([(rows - 1,), ()], [1], tokenizer, fields, tmp_path)
+        with pytest.raises(UserError, match=rf"has {len(tokenizer)} tokens.*vocab_size {rows}, .*<\|user\|>"):
+            check_rows([(5, rows)], [1], tokenizer, fields, tmp_path)
+
+
+# --- plain texts -----------------------------------------------------------------------------------------------------
 
 TEMPLATE = PromptStyle("{question}\n")
 
 
-def problem(line: int, question: str, solution: str = "1 + 2 = 3\n#### 3") -> Problem:
+def sum_of(line: int, question: str, solution: str = "1 + 2 = 3\n#### 3") -> Problem:
     return Problem(f"train-{line}", question, solution, "3", f"data/train.jsonl:{line}")
 
 
-SHORT, LONG, LONGER = (problem(1, "1 + 2"), problem(2, "1 + 2 + 3"), problem(3, "1 + 2 + 3 + 4"))
+SHORT, LONG, LONGER = (sum_of(1, "1 + 2"), sum_of(2, "1 + 2 + 3"), sum_of(3, "1 + 2 + 3 + 4"))
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +228,6 @@ def test_prompts_are_the_encoded_template_by_id(tokenizer):
 @pytest.fixture
 def leading(tmp_path):
     """A tokenizer that puts <pad> in front of a text."""
-    from tokenizers.processors import TemplateProcessing
-
     leading = write_tokenizer(tmp_path, ArithmeticConfig())
     leading.backend_tokenizer.post_processor = TemplateProcessing(
         single="<pad> $A", special_tokens=[("<pad>", leading.pad_token_id)]
@@ -68,9 +261,9 @@ def test_solutions_end_in_the_end_of_sequence_token_and_may_fill_the_sequence_le
 
 def test_unknown_text_names_its_row_and_a_tokenizer_without_an_end_token_is_an_error(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=r"train.jsonl:7: the tokenizer .*model.path"):
-        encode_prompts([problem(7, "How many?")], tokenizer, TEMPLATE, max_prompt_tokens=99)
+        encode_prompts([sum_of(7, "How many?")], tokenizer, TEMPLATE, max_prompt_tokens=99)
     with pytest.raises(ValueError, match=r"train.jsonl:8: the tokenizer"):
-        encode_solutions([problem(8, "1 + 2", "It is 3.\n#### 3")], tokenizer, TEMPLATE, 99)
+        encode_solutions([sum_of(8, "1 + 2", "It is 3.\n#### 3")], tokenizer, TEMPLATE, 99)
     endless = write_tokenizer(tmp_path, ArithmeticConfig())
     endless.eos_token = None
     with pytest.raises(ValueError, match="no end-of-sequence token"):

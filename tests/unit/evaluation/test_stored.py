@@ -28,8 +28,7 @@ from nemo_edo.evaluation.stored import (
 )
 from nemo_edo.metrics import majority_at_k, pass_at_k
 from nemo_edo.metrics.paired import cohen_kappa, holm, mcnemar, paired_permutation_test
-from nemo_edo.rollouts.score_store import StepScores, rollouts_checksum
-from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.rollouts.store import RolloutStore, StepScores, rollouts_checksum
 from nemo_edo.test_time import expected_vote_score
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, ScoredRollout
 

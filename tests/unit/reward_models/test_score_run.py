@@ -10,11 +10,10 @@ from helpers.stored_run import write_stored_run
 
 from nemo_edo.config import ScoreConfig, ServersConfig
 from nemo_edo.errors import UserError
-from nemo_edo.reward_models import score_run as module
+from nemo_edo.reward_models import process_reward as module
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
-from nemo_edo.reward_models.process_reward import ProcessRewardModel, encode_responses
-from nemo_edo.reward_models.score_run import made_by, score_run
-from nemo_edo.rollouts.score_store import ScoreStore, rollouts_checksum
+from nemo_edo.reward_models.process_reward import ProcessRewardModel, encode_responses, made_by, score_run
+from nemo_edo.rollouts.store import ScoreStore, rollouts_checksum
 from nemo_edo.run.stored_run import open_run
 
 

@@ -9,8 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.score_store import ScoreStore, StepScores, rollouts_checksum
-from nemo_edo.rollouts.store import RolloutStore, estimate_bytes, tokenizer_identity
+from nemo_edo.rollouts.store import (
+    RolloutStore,
+    ScoreStore,
+    StepScores,
+    estimate_bytes,
+    rollouts_checksum,
+    tokenizer_identity,
+)
 from nemo_edo.types import Rollout, ScoredRollout
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
