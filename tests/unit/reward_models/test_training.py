@@ -1,6 +1,9 @@
-"""A reward model's training data as tensors: groups of paths, their loss, and ranking accuracy."""
+"""A reward model's training: its data as groups of paths, their loss, its results, and the effect of a kill."""
 
+import json
+import math
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from helpers.stored_run import LLAMA
 from helpers.stored_run import reward_config as config
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load
 
 from nemo_edo.builtin_task.arithmetic import first_wrong_step
 from nemo_edo.config import RewardTrainConfig
@@ -18,6 +22,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.losses import ranking_nce_loss
 from nemo_edo.reward_models import train as module
 from nemo_edo.reward_models.formats import DECODER, OwnFormat, OwnSettings, split_steps
+from nemo_edo.reward_models.process_reward import ProcessRewardModel
 from nemo_edo.reward_models.step_data import (
     TEST,
     TRAIN,
@@ -170,3 +175,59 @@ def test_held_out_questions_are_a_share_that_depends_on_seed_and_text_alone():
     assert out != held_out(questions, 0.2, seed=4)
     pairs = [f"question  {number}\n" for number in range(1000)]
     assert {" ".join(text.split()) for text in held_out(pairs, 0.2, seed=3)} == out
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "rm" / "model" / "model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def trained(run, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("trained")
+    train_reward_model(config(run, out))
+    return out
+
+
+def test_the_trained_folder_scores_steps_and_has_its_results(trained, run):
+    results = json.loads((trained / "rm" / "results.json").read_text())
+    for part in ("validation", "test"):
+        for moment in ("before", "after"):
+            one = results["ranking_accuracy"][part][moment]["all"]
+            assert 0 <= one["low"] <= one["mean"] <= one["high"] <= 1 and one["pairs"] > 10
+    losses = [line["loss"] for line in results["history"] if "loss" in line]
+    assert len(losses) == 6 and losses[0] == pytest.approx(math.log(4), abs=0.3)
+    model = ProcessRewardModel(trained / "rm" / "model", device="cpu")
+    assert model.format.separator == "\n"
+    [scores] = model.score_encoded([model.format.encode(StepPath("1 + 2", ("1 + 2 = 3", "#### 3")))])
+    assert len(scores) == 2 and not (trained / "rm" / "checkpoints").exists()
+
+
+def test_a_killed_training_resumes_to_the_same_weights(trained, run, tmp_path, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    loss, steps = module.NCETrainer.compute_loss, []
+
+    def dies(self, *arguments, **named):
+        steps.append(1)
+        if len(steps) == 6:
+            raise Killed
+        return loss(self, *arguments, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.NCETrainer, "compute_loss", dies)
+        with pytest.raises(Killed):
+            train_reward_model(config(run, tmp_path))
+    checkpoints = tmp_path / "rm" / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-2", "checkpoint-4"}
+    (checkpoints / "checkpoint-5").mkdir()  # as one that was being written
+    assert not (tmp_path / "rm" / "model").exists()
+    train_reward_model(config(run, tmp_path))
+    assert weights(tmp_path) == weights(trained)
+
+
+def test_micro_batches_change_the_weights_by_rounding_only(trained, run, tmp_path):
+    train_reward_model(config(run, tmp_path, micro_batch_size=2))
+    one, other = load(weights(trained)), load(weights(tmp_path))
+    initial = one["score.weight"] - other["score.weight"]
+    assert initial.abs().max() < 2e-4  # Adam's steps are of the size of the learning rate, 1e-3
