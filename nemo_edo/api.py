@@ -7,7 +7,6 @@ know about it, so ``Run`` reads it anew each time, also while the run is in prog
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -20,18 +19,12 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
-from nemo_edo.evaluation.results import (
-    Evaluation,
-    load_evaluation,
-    main_metrics,
-    paired_interval,
-    require_same_problems,
-)
+from nemo_edo.evaluation.results import Evaluation, main_metrics, paired_interval, require_same_problems
 from nemo_edo.experiments.grid import train_command
 from nemo_edo.experiments.sweep import plan_sweep, run_sweep
 from nemo_edo.report.run_set import SWEEP, sweep_members
-from nemo_edo.run.folder import CONFIG, METRICS
 from nemo_edo.run.stored_run import open_run
+from nemo_edo.run_folder import CONFIG, METRICS
 from nemo_edo.utils.processes import end_with
 from nemo_edo.utils.wording import did_you_mean
 
@@ -141,9 +134,8 @@ class Run:
         evaluation, METRIC is the mean, METRIC_low and METRIC_high bound its 95 % interval over problems."""
         import pandas as pd
 
-        path = self.folder / METRICS
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        return pd.DataFrame([_flat(json.loads(line)) for line in lines])
+        lines = self._stored.folder.lines() if (self.folder / METRICS).is_file() else []
+        return pd.DataFrame([_flat(line) for line in lines])
 
     @property
     def rollouts(self) -> pd.DataFrame:
@@ -184,8 +176,8 @@ class Run:
         """The final evaluations: a row for each policy (warmup is the start of all arms), a column for each metric."""
         import pandas as pd
 
-        means = {arm: {name: float(sums.sum() / counts.sum()) for name, (sums, counts) in found.metrics.items()
-                       if counts.sum()} for arm, found in self._evaluations()}  # fmt: skip
+        found = self._stored.folder.evaluations(self._stored.policies)
+        means = {arm: {name: one.mean(name) for name in one.metrics if one.has(name)} for arm, one in found.items()}
         return pd.DataFrame.from_dict(means, orient="index")
 
     def compare(self, other: Run | None = None) -> pd.DataFrame:
@@ -197,8 +189,7 @@ class Run:
         """
         import pandas as pd
 
-        here = dict(self._evaluations())
-        there = dict(other._evaluations()) if other else here
+        here, there = (run._stored.folder.evaluations(run._stored.policies) for run in (self, other or self))
         pairs = [(name, name) for name in here if name in there] if other else [
             (self.arms[0], name) for name in self.arms[1:] if name in here]  # fmt: skip
         rows = [row for one, two in pairs for row in self._differences(two, here[one], there[two])]
@@ -225,12 +216,6 @@ class Run:
             color = {"color": COLORS[place % len(COLORS)]}
             figure.add_scatter(x=line[axis], y=line[metric], name=arm, mode="lines+markers", line=color)
         return figure
-
-    def _evaluations(self) -> Iterator[tuple[str, Evaluation]]:
-        for name in self._stored.policies:
-            path = self._stored.folder.evaluation(name)
-            if path.is_file():
-                yield name, load_evaluation(path)
 
     def _differences(self, arm: str, here: Evaluation, there: Evaluation) -> Iterator[dict[str, Any]]:
         require_same_problems({"here": here, "there": there})

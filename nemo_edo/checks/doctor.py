@@ -260,7 +260,7 @@ def compare_alone(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
     """The comparison of a config's model in this process, which no split needs."""
     from nemo_edo.run.build import Builder
     from nemo_edo.run.comparison import Comparison
-    from nemo_edo.run.folder import RunFolder
+    from nemo_edo.run_folder import RunFolder
 
     cfg = replace(cfg, parallelism=ParallelismConfig())
     comparison = Comparison(cfg, find_model(str(cfg.model.path)), scratch)

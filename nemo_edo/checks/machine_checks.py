@@ -6,7 +6,6 @@ Ranks make the later ones together. A collective that hangs does not say why, so
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -20,6 +19,7 @@ from packaging.requirements import Requirement
 from nemo_edo.checks import installed
 from nemo_edo.checks.machine import CheckError, Finding, Machine, failed, impossible, passed
 from nemo_edo.errors import UserError
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.memory import total_bytes
 from nemo_edo.utils.ranks import first_that_resolves
 
@@ -325,8 +325,7 @@ def server_run(machine: Machine, *more: str) -> Finding:
         faults.append(f"its server died and was restarted at a refit ({starts} starts)")
     if faults:
         return failed("; ".join(faults), f"read {log}; docs/servers.md has what a server needs")
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
-    gap = max(line["sampler_gap"] for line in lines if "sampler_gap" in line)
+    gap = max(line["sampler_gap"] for line in RunFolder(folder / "run").lines() if "sampler_gap" in line)
     said = f"log-probabilities are {gap:.1e} nats from the trainer's, in 2 iterations"
     if not gap <= GAP[precision]:  # NaN is too far
         remedy = "the server computes with other weights, or in another precision: docs/servers.md"

@@ -129,7 +129,7 @@ def _score(args: argparse.Namespace) -> None:
 def _report(args: argparse.Namespace) -> None:
     from nemo_edo.report.page import write_report
     from nemo_edo.report.run_set import find_runs, read_runs
-    from nemo_edo.run.folder import taken
+    from nemo_edo.run_folder import taken
 
     found = find_runs(args.runs)
     with taken(found.folders):

@@ -22,7 +22,7 @@ from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.experiments.grid import quoted
 from nemo_edo.experiments.sweep import Sweep, plan_sweep, write_members
-from nemo_edo.run.folder import LAUNCH, RunFolder
+from nemo_edo.run_folder import LAUNCH, RunFolder
 from nemo_edo.utils.files import check_folder
 
 SELFTEST_LIMIT = "00:30:00"

@@ -75,8 +75,8 @@ def serve(config_name: str, config_dir: str) -> None:
     import torch
 
     from nemo_edo.generation import servers
-    from nemo_edo.run.folder import RunFolder
     from nemo_edo.run.inputs import model_folder, seq_length, write_builtin_files
+    from nemo_edo.run_folder import RunFolder
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
     cfg = compose_run(config_name, [], config_dir)

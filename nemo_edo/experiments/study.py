@@ -50,7 +50,7 @@ from nemo_edo.experiments.study_table import (
     stopped_row,
     verdict,
 )
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.wording import did_you_mean
 
 KEEP = ("nothing", "results", "everything")
@@ -205,7 +205,7 @@ class Study(Grid):
 
 
 def _commit(folder: RunFolder) -> str:
-    return folder.read_json("summary.json")["commit"] or ""
+    return folder.summary()["commit"] or ""
 
 
 def run_study(study: Study, *, jobs: int = 1) -> list[FailedCell]:

@@ -33,7 +33,7 @@ from nemo_edo.evaluation.results import AT_BEST, START, largest, load_evaluation
 from nemo_edo.experiments.grid import hold
 from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
 from nemo_edo.report.comparison import LEVEL
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 
 METRICS = (
     *("greedy_accuracy", "accuracy", "vote", "pass", "distinct_4", "distinct_4_pooled", "distinct_answers"),

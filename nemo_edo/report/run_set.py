@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import xxhash
 
 from nemo_edo.config.run import REPLICATE
-from nemo_edo.errors import UserError
+from nemo_edo.errors import DamagedFile, UserError
 from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation, require_same_problems
-from nemo_edo.utils.files import flattened, read_json, read_mapping, read_object, read_text
+from nemo_edo.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, RunFolder
+from nemo_edo.utils.files import flattened, read_mapping, read_text
 
 SWEEP = "sweep.yaml"
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
@@ -44,8 +44,6 @@ MAY_DIFFER = (
 )
 """Settings in which runs of one report may differ, sections or single keys."""
 
-
-RESTORE = "restore it from a copy"
 REQUIRED_KEYS = {
     "sft_step": ("arm", "step"),
     "train_step": ("arm", "iteration", "step"),
@@ -118,33 +116,41 @@ class RunRecord:
 
 def read_run(folder: Path) -> RunRecord:
     """Reads every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
-    path = folder / "summary.json"
-    summary = read_object(path, ("name", "seed", "versions", "arms", "baseline", "time"))
+    run, path = RunFolder(folder), folder / SUMMARY
+    summary = run.summary(("name", "seed", "versions", "arms", "baseline", "time"))
     if not isinstance(summary["arms"], dict):
-        raise UserError(f"{path}: arms is {summary['arms']!r}, expected an object; {RESTORE}")
+        raise DamagedFile(f"{path}: arms is {summary['arms']!r}, expected an object")
     check_arm_names(summary["arms"])
     arms = {}
     for arm, settings in summary["arms"].items():
         try:
             arms[arm] = ArmSettings(**{field.name: settings[field.name] for field in fields(ArmSettings)})
         except (KeyError, TypeError) as error:
-            raise UserError(f"{path}: arms.{arm}.{error.args[0]} is missing; {RESTORE}") from error
-    config = read_mapping(folder / "config.yaml")
-    evaluated = [START] if (folder / "evaluations" / f"{START}.json").exists() else []
-    evaluated += arms
+            raise DamagedFile(f"{path}: arms.{arm}.{error.args[0]} is missing") from error
+    evaluations = run.evaluations([START]) | {arm: load_evaluation(run.evaluation(arm)) for arm in arms}
     arms.pop(REPLICATE, None)
-    evaluations = {arm: load_evaluation(folder / "evaluations" / f"{arm}.json") for arm in evaluated}
     replicate = evaluations.pop(REPLICATE, None)
-    samples = read_json(folder / "samples.json")
-    needed = {"question", "answer"}
+    samples, needed = run.read_json(SAMPLES), {"question", "answer"}
     if not isinstance(samples, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in samples):
-        raise UserError(f"{folder / 'samples.json'}: expected problems, each with question and answer; {RESTORE}")
-    text, lines = read_text(folder / "config.yaml"), _read_lines(folder / "metrics.jsonl")
-    test_time = {arm: found for arm in evaluations if (found := _read_test_time(folder, arm))}
-    journal = folder / "journal.json"
-    files = read_object(journal, ()).get("files", {}) if journal.is_file() else {}
-    changed = [str(sentence) for sentence in files.get("changed", [])]
-    return RunRecord(folder, config, text, summary, arms, lines, evaluations, replicate, test_time, samples, changed)
+        raise DamagedFile(f"{folder / SAMPLES}: expected problems, each with question and answer")
+    parsed = run.lines(REQUIRED_KEYS)
+    try:
+        lines = lines_table([line for line in parsed if line.get("kind") in REQUIRED_KEYS])
+    except (ValueError, TypeError) as error:
+        raise DamagedFile(f"{folder / METRICS}: {error}") from error
+    return RunRecord(
+        folder=folder,
+        config=read_mapping(folder / CONFIG),
+        config_text=read_text(folder / CONFIG),
+        summary=summary,
+        arms=arms,
+        lines=lines,
+        evaluations=evaluations,
+        replicate=replicate,
+        test_time={arm: found for arm in evaluations if (found := _read_test_time(run, arm))},
+        samples=samples,
+        changed=[str(sentence) for sentence in run.journal().get("files", {}).get("changed", [])],
+    )
 
 
 def setting(record: RunRecord, key: str) -> Any:
@@ -152,14 +158,13 @@ def setting(record: RunRecord, key: str) -> Any:
     value: Any = record.config
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise UserError(f"{record.folder / 'config.yaml'}: {key} is missing; expected the run's resolved config")
+            raise UserError(f"{record.folder / CONFIG}: {key} is missing; expected the run's resolved config")
         value = value[part]
     return value
 
 
-def _read_test_time(folder: Path, arm: str) -> Evaluation | None:
-    path = folder / "test_time" / f"{arm}.json"
-    searches = sorted((folder / "search" / arm).glob(f"*/{SEARCH_EVALUATION}"))
+def _read_test_time(run: RunFolder, arm: str) -> Evaluation | None:
+    path, searches = run.test_time(arm), sorted(run.searches(arm).glob(f"*/{SEARCH_EVALUATION}"))
     evaluations = [load_evaluation(path)] if path.is_file() else []
     evaluations += [load_evaluation(searches[0])] if len(searches) == 1 else []
     if not evaluations:
@@ -177,31 +182,6 @@ def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
     frame = frame.reindex(columns=list(columns))
     frame[[*NUMERIC_KEYS]] = frame[[*NUMERIC_KEYS]].astype(float).replace([np.inf, -np.inf], np.nan)
     return frame
-
-
-def _read_lines(path: Path) -> pd.DataFrame:
-    """The lines, once they are found to begin with those that the run had logged by its last stage."""
-    text, lines = read_text(path), []
-    content, journal = text.encode(), path.with_name("journal.json")
-    stages = read_object(journal, ()) if journal.is_file() else {}
-    for mark in [mark for mark in stages.values() if "metrics_checksum" in mark][-1:]:  # earlier versions had none
-        size = mark["metrics_bytes"]
-        if len(content) < size or xxhash.xxh3_128_hexdigest(content[:size]) != mark["metrics_checksum"]:
-            raise UserError(f"{path}: its first {size} bytes are not those that were written; {RESTORE}")
-    for place, one in enumerate(text.split("\n"), start=1):
-        try:
-            line = json.loads(one or "{}")
-            required = REQUIRED_KEYS.get(line.get("kind"), ())
-            if missing := [key for key in required if key not in line]:
-                raise ValueError(f"a {line['kind']} line without {missing[0]}")
-        except (ValueError, AttributeError) as error:
-            said = f"{path}:{place}: {error} (a line that a kill cut off may go; otherwise {RESTORE})"
-            raise UserError(said) from error
-        lines += [line] if required else []
-    try:
-        return lines_table(lines)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path}: {error}; {RESTORE}") from error
 
 
 @dataclass(frozen=True)
@@ -279,12 +259,12 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
         matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(argument))]
         runs: list[Path] = []
         for match in matches:
-            if (match / "config.yaml").is_file():
+            if (match / CONFIG).is_file():
                 runs.append(match)
             elif (match / SWEEP).is_file():
                 runs += [match / name for name in sweep_members(match)]
             else:
-                runs += sorted(config.parent for config in match.glob("*/config.yaml"))
+                runs += sorted(config.parent for config in match.glob(f"*/{CONFIG}"))
         if not runs:
             raise UserError(f"{argument}: {'no run is in it' if matches else 'no such folder'}; name folders of runs")
         named += [run for run in runs if run not in named]
@@ -292,9 +272,9 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
         return FoundRuns((named[0],), {}, named[0])
     left_out = {}
     for run in named:
-        if not (run / "config.yaml").is_file():
+        if not (run / CONFIG).is_file():
             left_out[run] = "it has not started"
-        elif not (run / "summary.json").is_file():
+        elif not (run / SUMMARY).is_file():
             left_out[run] = "it has not finished"
     finished = tuple(run for run in named if run not in left_out)
     if not finished:

@@ -21,6 +21,7 @@ from nemo_edo.evaluation.results import KINDS, START
 from nemo_edo.report.comparison import Comparison
 from nemo_edo.report.run_set import RunRecord
 from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.test_time.search_llm import SearchResult
 from nemo_edo.utils.files import read_object
 
@@ -79,7 +80,7 @@ def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:
     iteration = record.arms[arm].iterations if arm in record.arms else 0
     found: dict[str, list[Response]] = {}
     for kind in KINDS:
-        store = RolloutStore(record.folder / "evaluations" / arm / kind)
+        store = RolloutStore(RunFolder(record.folder).evaluated(arm, kind))
         if not (Path(store.folder) / f"iter_{iteration:05d}").is_dir():
             continue
         if lost := store.lost([iteration]):

@@ -30,9 +30,9 @@ from nemo_edo.reward_models.formats import DECODER, ENCODER, Encoded, OwnFormat,
 from nemo_edo.reward_models.heads import features, is_encoder, margins, own_class, own_config
 from nemo_edo.reward_models.process_reward import batches
 from nemo_edo.reward_models.step_data import TEST, TRAIN, VALIDATION, EncodedGroup, StepData, build_step_data, collate
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.inputs import model_folder
 from nemo_edo.run.stored_run import StoredRun, open_run
+from nemo_edo.run_folder import RunFolder
 
 _EVALUATION_TOKENS = 16384
 """Tokens of a forward pass without gradients, padding included."""

@@ -34,9 +34,9 @@ from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run.comparison import RECORD, Comparison, in_words
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.inputs import Data, model_folder
 from nemo_edo.run.made_from import require_served
+from nemo_edo.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from nemo_edo.algorithms.collection import Objective

@@ -31,8 +31,8 @@ from nemo_edo.evaluation.results import START
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import check_disk_space, estimate_bytes
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.made_from import MadeFrom, made_from
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 
 if TYPE_CHECKING:

@@ -22,7 +22,6 @@ from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.control import control_folder
-from nemo_edo.run.folder import METRICS, TRACKED, RunFolder
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 from nemo_edo.run.policy_evaluation import Replacement, early_stop, evaluate_policy
 from nemo_edo.run.replay import replay
@@ -32,6 +31,7 @@ from nemo_edo.run.stop_signal import StallWatch, StopSignal
 from nemo_edo.run.stored_run import StoredRun, evaluate_stored, open_run
 from nemo_edo.run.summary import examples, kept, kept_warnings
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
+from nemo_edo.run_folder import METRICS, TRACKED, RunFolder
 from nemo_edo.utils.files import checksum, read_object, temporary_name
 from nemo_edo.utils.memory import large_imports
 from nemo_edo.utils.phases import PhaseClock

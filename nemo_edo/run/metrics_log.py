@@ -13,9 +13,9 @@ from typing import Any
 
 import xxhash
 
-from nemo_edo.errors import UserError
+from nemo_edo.errors import RESTORE, UserError
 from nemo_edo.evaluation.results import POOLED, main_metrics
-from nemo_edo.run.folder import RESTORE
+from nemo_edo.run_folder import logged, parsed_lines
 from nemo_edo.utils.phases import PHASES
 from nemo_edo.utils.status_line import StatusLine
 
@@ -94,27 +94,12 @@ class MetricsLog:
     def cut(self, mark: Mapping[str, Any]) -> None:
         """Cuts the file to where it ended at a ``mark``: what came later will be logged again.
 
-        Raises UserError where the file is shorter, no line ends there, or what is before is not what was logged.
+        Raises UserError where what is before is not what was logged.
         """
         path, size = Path(self._file.name), mark["metrics_bytes"]
-        try:
-            kept = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); {RESTORE}") from error
-        if len(kept) < size or (size and kept[size - 1 : size] != b"\n"):
-            raise UserError(
-                f"{path} has {len(kept)} bytes, but a checkpoint knows lines up to byte {size}: it was changed; "
-                f"{RESTORE}"
-            )
-        lines = []
-        for number, line in enumerate(kept[:size].splitlines(), start=1):
-            try:
-                lines.append(json.loads(line))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise UserError(f"{path}:{number}: is damaged ({error}); {RESTORE}") from error
-        self._digest = xxhash.xxh3_128(kept[:size])
-        if mark.get("metrics_checksum") not in (None, self._digest.hexdigest()):  # None: of an earlier version
-            raise UserError(f"{path} is damaged: its first {size} bytes are not those that were written; {RESTORE}")
+        kept = logged(path, mark)[:size]
+        lines = parsed_lines(path, kept)
+        self._digest = xxhash.xxh3_128(kept)
         self._file.truncate(size)
         self._lines = Counter((line["arm"], line["kind"]) for line in lines)
         self._start = time.monotonic() - max((line["time"]["elapsed_s"] for line in lines), default=0.0)

@@ -17,7 +17,7 @@ from nemo_edo.config import ArmConfig, IDPOConfig
 from nemo_edo.config.run import arm_label
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import BEST, START, Evaluation, largest, load_evaluation, metric_name
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 
 REPORT = "report.html"
 LICENCE = ("license", "license_name", "license_link")

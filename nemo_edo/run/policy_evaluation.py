@@ -22,12 +22,12 @@ from nemo_edo.interfaces import GenerationEngine, Scorer
 from nemo_edo.rollouts.resumable import Parts, Watch
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.build import RunSettings
-from nemo_edo.run.folder import METRICS, REPLACEMENT, RunFolder
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import analyse_arm
 from nemo_edo.run.summary import SOLUTION_COLUMNS, solution_rows
 from nemo_edo.run.tracking import log_table
+from nemo_edo.run_folder import METRICS, REPLACEMENT, RunFolder
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 from nemo_edo.utils.files import read_object
 from nemo_edo.worker.worker import Worker

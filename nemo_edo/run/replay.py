@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from nemo_edo.config.compose import arm_configs, compose_run
+from nemo_edo.config.compose import arm_configs
 from nemo_edo.data.batching import read_batch
 from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.run.build import Builder
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run.stored_run import open_run
+from nemo_edo.run_folder import CONFIG
 from nemo_edo.types import TrainingBatch
 
 if TYPE_CHECKING:
@@ -36,12 +37,12 @@ def replay(path: Path, overrides: list[str]) -> None:
         raise UserError(f"replay takes overrides of parallelism.*, precision.* and threads only: {', '.join(strange)}")
     arm, _, step = path.stem.rpartition("_step_")
     run = path.parent.parent
-    if not arm or not (run / "config.yaml").is_file():
+    if not arm or not (run / CONFIG).is_file():
         raise UserError(f"{path} is not a batch that a run has kept: RUN/failures/ARM_step_XXXXXXXX.safetensors")
     batch, about = read_batch(path)
-    cfg = compose_run("config", overrides, config_dir=run)
-    training = arm_configs(cfg).get(arm, cfg.sft)
-    model = Builder(cfg, RunFolder(run)).model(training, path.with_suffix(""))
+    stored = open_run(run, overrides)
+    training = arm_configs(stored.cfg).get(arm, stored.cfg.sft)
+    model = Builder(stored.cfg, stored.folder).model(training, path.with_suffix(""))
     model.start_training(1)  # the gradient's norm is checked by the optimizer
     weight = about["metrics"].get("exploration_weight", 0.0)  # SFT has none
     print(f"step {int(step)} of {arm}, with {batch.size} responses, was not taken: {_shown(about['metrics'])}")

@@ -16,10 +16,10 @@ from nemo_edo.algorithms.samples import InBackground
 from nemo_edo.algorithms.services import Log, Progress, Services
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run.build import Builder, RunSettings
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.inputs import Data
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.phases import PhaseClock
 
 if TYPE_CHECKING:

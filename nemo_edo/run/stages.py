@@ -17,10 +17,10 @@ from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.build import RunSettings
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.policy_evaluation import early_stop, evaluate_policy, trained_iterations
 from nemo_edo.run.services import RunServices, profiled, training_services
 from nemo_edo.run.summary import examples
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from nemo_edo.evaluation.results import KINDS, START, Evaluation, check_arm_name
 from nemo_edo.evaluation.stored import aggregated, analyse, differences, differences_table, table, weighs
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore
 from nemo_edo.run.build import RunSettings
-from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.made_from import require_noted
+from nemo_edo.run_folder import CONFIG, SUMMARY, RunFolder, taken
 from nemo_edo.types import ScoredRollout
-from nemo_edo.utils.files import read_mapping, read_object
+from nemo_edo.utils.files import read_mapping
 
 AS_IT_IS = "model as it is"
 _ITERATION = re.compile(r"iter_(\d+)")
@@ -92,9 +92,9 @@ class StoredRun:
 
 def open_run(run: Path, overrides: Sequence[str] = ()) -> StoredRun:
     """The run with ``overrides`` of its config. Raises UserError for a folder that is not a run's."""
-    if not (run / "config.yaml").is_file():
+    if not (run / CONFIG).is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
-    read_mapping(run / "config.yaml")
+    read_mapping(run / CONFIG)
     cfg = compose_run("config", list(overrides), config_dir=run)
     check_arm_names(arm_configs(cfg))
     return StoredRun(RunFolder(run), cfg)
@@ -127,8 +127,8 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
         said.append(table(evaluations, **settings))
         if len(evaluations) > 1:
             # The arm that the first run's report compares with, if it is there with another trained one.
-            summary, names = opened[0].folder.path / "summary.json", [name for *_, name in chosen]
-            named = read_object(summary, ("baseline",))["baseline"] if summary.is_file() else None
+            first, names = opened[0].folder, [name for *_, name in chosen]
+            named = first.summary(("baseline",))["baseline"] if (first.path / SUMMARY).is_file() else None
             several = len(names) - names.count(START) > 1
             baseline = list(evaluations)[names.index(named) if named in names and several else 0]
             said.append(differences_table(differences(evaluations, baseline, **settings), baseline))

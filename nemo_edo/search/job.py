@@ -24,9 +24,9 @@ from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_form
 from nemo_edo.reward_models.process_reward import ProcessRewardModel, made_by
 from nemo_edo.run import inputs, jobs
 from nemo_edo.run.build import Builder, RunSettings
-from nemo_edo.run.folder import RunFolder, taken
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import open_run
+from nemo_edo.run_folder import RunFolder, taken
 from nemo_edo.search.search_store import SearchRecord, SearchStore
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath
@@ -114,7 +114,7 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
         "reward model": made_by(about.path),
         "set of test problems": hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest(),
     }
-    store = SearchStore(folder.path / "search" / arm / cfg.search.name, label)
+    store = SearchStore(folder.searches(arm) / cfg.search.name, label)
     found = store.found()
     missing = [problem for problem in data.test if problem.id not in found]
     if missing:

@@ -33,19 +33,19 @@ DEATHS = [
     ["nemo_edo.megatron.background:Writing.is_finished", 1],  # the first checkpoint's writer has just begun
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 6],  # the warm-up; two steps are lost
     ["nemo_edo.megatron.checkpoint:write_checksums", 2],  # a checkpoint is half written
-    ["nemo_edo.run.folder:RunFolder.write_evaluation", 1],
-    ["nemo_edo.run.folder:RunFolder.note", 1],  # the warm-up is done, and nobody knows
+    ["nemo_edo.run_folder:RunFolder.write_evaluation", 1],
+    ["nemo_edo.run_folder:RunFolder.note", 1],  # the warm-up is done, and nobody knows
     ["nemo_edo.rewards.verifier:ExactAnswerScorer.score", 4],  # the second part of GRPO's first collection
     ["nemo_edo.rollouts.store:RolloutStore.write", 3],  # after the two of an evaluation
     ["nemo_edo.run.resume:write_collected", 1],
     ["*/checkpoints/grpo.progress/step_????????", 3],  # after the two events of its being put in place
     ["nemo_edo.models.megatron_gpt_exploring_model:MegatronGPTExploringModel.move_reference", 1],
     ["*/checkpoints/grpo", 1],  # GRPO is trained, and its weights are not yet saved
-    ["nemo_edo.run.folder:RunFolder.remove_progress", 2],  # GRPO is done
+    ["nemo_edo.run_folder:RunFolder.remove_progress", 2],  # GRPO is done
     ["nemo_edo.models.megatron_gpt_exploring_model:MegatronGPTExploringModel.exploration_gradient_ratio", 1],
     ["nemo_edo.rollouts.store:RolloutStore.write_part", 2],  # an evaluation is half sampled
     ["nemo_edo.report.page:write_report", 1],
-    ["nemo_edo.run.folder:RunFolder.note", 1],  # everything is done, and nobody knows
+    ["nemo_edo.run_folder:RunFolder.note", 1],  # everything is done, and nobody knows
 ]
 """Where a run of both trainers after a warm-up is killed, one after another, from its beginning to its end."""
 STOPPED_EARLY = [
@@ -54,7 +54,7 @@ STOPPED_EARLY = [
     "early_stop.min_delta=2",  # no accuracy rises by 2: both arms stop at iteration 1
 ]
 DEATHS_AROUND_AN_EARLY_STOP = [
-    ["nemo_edo.run.folder:RunFolder.write_evaluation", 3],  # of the warm-up, and before the iterations 0 and 1
+    ["nemo_edo.run_folder:RunFolder.write_evaluation", 3],  # of the warm-up, and before the iterations 0 and 1
     ["*/checkpoints/grpo", 1],  # the policy that the stop has left is not yet saved
     ["nemo_edo.rollouts.store:RolloutStore.write_part", 2],
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 2],

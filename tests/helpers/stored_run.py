@@ -16,7 +16,7 @@ from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.data.problems import write_problems
 from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 
 DATA = ArithmeticConfig(num_operands=3, train_problems=24, test_problems=8, warmup_problems=8)

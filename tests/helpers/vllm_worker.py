@@ -32,7 +32,7 @@ from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Rollout, SamplingParams
 
 SAMPLED, GREEDY = SamplingParams(1.0, 1.0, 32), SamplingParams(0.0, 1.0, 32)

@@ -87,7 +87,7 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     assert users_of("megatron.cpu") <= {"nemo_edo.megatron.layer_spec", "nemo_edo.megatron.platform"}
     never = [(place, "experiments") for place in ("run", "algorithms", "data", "report", "evaluation")]
     never += [(place, "checks") for place in ("run", "algorithms", "data")]
-    for place, forbidden in (("run.folder", "report"), ("evaluation", "algorithms"), *never):
+    for place, forbidden in (("run_folder", "report"), ("evaluation", "algorithms"), *never):
         assert [module for module in users_of(forbidden) if is_in(module, place)] == []
 
 
@@ -127,7 +127,7 @@ CHAINS = {  # the places of a chain share an interpreter, so their rules go from
     "torch": [
         (FOR_ANY_TRAINER, HEAVY | {"transformers", "omegaconf", "datasets", "pyarrow", "pandas", "nltk"}),
         (["types", "interfaces", "parallel", "algorithms"], HEAVY | {"transformers"}),
-        (["data", "run.folder", "run.inputs", "run.build", "evaluation", "megatron.platform"], HEAVY),
+        (["data", "run_folder", "run.inputs", "run.build", "evaluation", "megatron.platform"], HEAVY),
         (["run.stored_run"], HEAVY - {"hydra"}),
         (["rewards"], {"megatron", "nemo", "vllm", "tensorrt_llm"}),
     ],

@@ -128,7 +128,7 @@ def main() -> None:
     from nemo_edo.megatron.platform import device_and_groups
     from nemo_edo.run import inputs
     from nemo_edo.run.build import Builder
-    from nemo_edo.run.folder import RunFolder
+    from nemo_edo.run_folder import RunFolder
     from nemo_edo.types import SamplingParams
 
     cfg = compose_run("quickstart", overrides(args))

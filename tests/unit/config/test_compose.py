@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, resolved_yaml
 from nemo_edo.config.run import arm_seed
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 
 
 def write_configs(folder: Path, **files: str) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from nemo_edo.errors import RunStopped
 from nemo_edo.experiments.grid import Cell, Grid, run_grid
 from nemo_edo.experiments.sweep import plan_sweep
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 
 # Stands in for a training: does as its cell's name says, and writes what it was started with.
 STAND_IN = """

@@ -13,7 +13,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.experiments.study import changed_cells, cpu_hours_left, read_study, status_lines
 from nemo_edo.experiments.study_table import COLUMNS, append_rows, cell_of, config_digest, last_rows, read_rows
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 
 SETTINGS = {
     "name": "two",

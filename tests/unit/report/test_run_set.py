@@ -12,7 +12,7 @@ from helpers.run_folder import write_run_folder
 from nemo_edo.errors import UserError
 from nemo_edo.report.comparison import compare
 from nemo_edo.report.run_set import SEARCH_EVALUATION, find_runs, one_run, read_run, read_runs
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ LINE = "metrics.jsonl:2: "
     *(("metrics.jsonl", lambda text, bad=bad: text.replace("\n", f"\n{bad}\n", 1), told) for bad, told in (
         ('{"kind": "collection", "arm"', LINE), ("[1]", LINE),
         ('{"kind": "train_step", "arm": "grpo", "iteration": 0, "step": 1, "entropy": "high"}', "'high'"))),
-    *((name, None, f"{name}: no such file") for name in (
+    *((name, None, f"{name}.*[nN]o such file") for name in (
         "summary.json", "config.yaml", "metrics.jsonl", "samples.json", "evaluations/edo_floor.json")),
 ])
 def test_what_a_file_lacks_is_named_with_the_file(folder, name: str, spoil, told: str):

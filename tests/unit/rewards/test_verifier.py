@@ -13,7 +13,7 @@ from nemo_edo.data.problems import LoadedProblems, ProblemFileError
 from nemo_edo.metrics import expected_vote_score
 from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer, MathVerifier, Verdict
 from nemo_edo.run import inputs
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.test_time import majority_vote
 from nemo_edo.types import UNVERIFIED, Problem, Rollout
 from nemo_edo.utils.worker_pool import TIMED_OUT, Limits

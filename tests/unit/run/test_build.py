@@ -15,7 +15,7 @@ from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder
-from nemo_edo.run.folder import RunFolder
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.worker.dispatch import workers
 
 SMALL = ["sft.steps=2", "data.arithmetic.warmup_problems=40", "data.arithmetic.train_problems=6",

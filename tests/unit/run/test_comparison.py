@@ -83,7 +83,7 @@ def test_a_truncated_copy_divides_over_the_stages(tiny, tmp_path):
 
 def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path, monkeypatch):
     from nemo_edo.run.build import Builder
-    from nemo_edo.run.folder import RunFolder
+    from nemo_edo.run_folder import RunFolder
 
     asked = []
     monkeypatch.setattr("nemo_edo.run.build.Comparison", lambda *given: asked.append(given))

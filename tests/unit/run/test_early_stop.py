@@ -8,8 +8,8 @@ from helpers.controller import remote
 
 from nemo_edo.config import CheckpointConfig, EarlyStopConfig
 from nemo_edo.megatron import checkpoint
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.policy_evaluation import end_of, keep_best
+from nemo_edo.run_folder import RunFolder
 
 
 @pytest.mark.parametrize(

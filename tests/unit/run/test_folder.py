@@ -18,7 +18,7 @@ from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.folder import REPLACEMENT, RunFolder
+from nemo_edo.run_folder import REPLACEMENT, RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
 

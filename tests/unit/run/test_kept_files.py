@@ -15,9 +15,9 @@ from nemo_edo.evaluation.results import KINDS, Evaluation
 from nemo_edo.megatron.checkpoint import write_checksums
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.build import RunSettings
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.stages import check_arm, check_trained
 from nemo_edo.run.stored_run import open_run
+from nemo_edo.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from nemo_edo.config import GRPOConfig
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.model_card import Exported, HubRepository, write_card
+from nemo_edo.run_folder import RunFolder
 
 EXPLORING = GRPOConfig(exploration_coefficient=0.05, log_ratio_floor=-0.3)
 

@@ -21,8 +21,8 @@ from nemo_edo.data.batching import read_batch
 from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.losses import sft_loss
-from nemo_edo.run.folder import RunFolder
 from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import TrainingBatch
 
 

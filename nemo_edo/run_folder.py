@@ -1,20 +1,23 @@
-"""A run's folder: its files, its owner, and how far the run came."""
+"""A run's folder: its files and who reads them back, its owner, and how far the run came."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import xxhash
 import yaml
 
 from nemo_edo.errors import CANNOT_WRITE, RESTORE, DamagedFile, UserError
-from nemo_edo.evaluation.results import BEST, START, Evaluation
+from nemo_edo.evaluation.results import BEST, START, Evaluation, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.utils.files import (
     flattened,
@@ -47,6 +50,7 @@ layout, which rounds differently (and ``SKIPPING``). Searches keep their own set
 SKIPPING = ("guards.on_grad_norm_spike", "guards.grad_norm_spike")
 """The guards that change numbers, where the first is skip: they say which steps are taken."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
+SUMMARY, SAMPLES = "summary.json", "samples.json"
 TRACKED = "trackers.json"
 """The run's ids in W&B and MLflow, where a resumed run continues."""
 LAUNCH = "launch"
@@ -106,6 +110,10 @@ class RunFolder:
         is to replace the arm's are in KIND.new until it is complete."""
         return self.path / "evaluations" / arm / kind
 
+    def searches(self, arm: str) -> Path:
+        """A folder for each search of the test problems with the arm's policy, by its name."""
+        return self.path / "search" / arm
+
     def scores(self, arm: str, name: str) -> Path:
         """The scores that a reward model of that name gave to the responses of the arm's evaluations."""
         return self.path / "scores" / arm / name
@@ -113,6 +121,11 @@ class RunFolder:
     def test_time(self, arm: str) -> Path:
         """What more compute at test time makes of the arm's sampled responses, problem by problem."""
         return self.path / "test_time" / f"{arm}.json"
+
+    def evaluations(self, arms: Iterable[str]) -> dict[str, Evaluation]:
+        """The final results of those of the arms that have been evaluated. Errors as of ``load_evaluation``."""
+        paths = {arm: self.evaluation(arm) for arm in arms}
+        return {arm: load_evaluation(path) for arm, path in paths.items() if path.is_file()}
 
     def evaluation_before(self, arm: str, iteration: int) -> Path:
         """The arm's last evaluation before the iteration; where it has none, that of the policy it started from."""
@@ -240,9 +253,7 @@ class RunFolder:
     @property
     def is_finished(self) -> bool:
         """Whether a run came to its end here."""
-        return (self.path / "summary.json").is_file() and (
-            not (self.path / JOURNAL).is_file() or "report" in self.journal()
-        )
+        return (self.path / SUMMARY).is_file() and (not (self.path / JOURNAL).is_file() or "report" in self.journal())
 
     @property
     def is_begun(self) -> bool:
@@ -296,6 +307,47 @@ class RunFolder:
     def write_results(self, path: Path, evaluation: Evaluation) -> None:
         """Problem by problem, as ``evaluation.results.load_evaluation`` reads them. path: within the folder."""
         self.write_json(str(path.relative_to(self.path)), evaluation.record())
+
+    def summary(self, required: Iterable[str] = ()) -> dict[str, Any]:
+        """summary.json, which a finished run has. Raises UserError as ``read_object`` does."""
+        return read_object(self.path / SUMMARY, [*required])
+
+    def lines(self, required: Mapping[str, Sequence[str]] = MappingProxyType({})) -> list[dict[str, Any]]:
+        """All lines of metrics.jsonl, once they are found to begin with those that were logged by the last stage.
+        required: keys by kind of line. Raises UserError naming the file, and the line that is damaged."""
+        path = self.path / METRICS
+        marks = [mark for mark in self.journal().values() if "metrics_checksum" in mark]  # earlier versions had none
+        return parsed_lines(path, logged(path, marks[-1] if marks else {"metrics_bytes": 0}), required)
+
+
+def logged(path: Path, mark: Mapping[str, Any]) -> bytes:
+    """The content of metrics.jsonl, once what is before a mark (``MetricsLog.mark``) is found to be what was logged.
+    Raises UserError where it is not, or where the file is shorter."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read ({error.strerror})") from error
+    size, known = mark["metrics_bytes"], mark.get("metrics_checksum")  # None: of an earlier version
+    whole = len(content) >= size and content[:size][-1:] in (b"\n", b"")
+    if not whole or known not in (None, xxhash.xxh3_128_hexdigest(content[:size])):
+        raise DamagedFile(f"{path}: its first {size} bytes are not those that were written")
+    return content
+
+
+def parsed_lines(
+    path: Path, content: bytes, required: Mapping[str, Sequence[str]] = MappingProxyType({})
+) -> list[dict[str, Any]]:
+    lines = []
+    for number, one in enumerate(content.splitlines(), start=1):
+        try:
+            lines.append(json.loads(one or b"{}"))
+            missing = [key for key in required.get(lines[-1].get("kind"), ()) if key not in lines[-1]]
+            if missing:
+                raise ValueError(f"a {lines[-1]['kind']} line without {missing[0]}")
+        except (ValueError, AttributeError) as error:
+            said = f"{path}:{number}: {error} (a line that a kill cut off may go; otherwise {RESTORE})"
+            raise UserError(said) from error
+    return lines
 
 
 @contextmanager
