@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemo_edo.config import RunConfig, ServersConfig
+from nemo_edo.config import GenerationConfig, RunConfig, ServersConfig
 from nemo_edo.config.generation import PLAIN
 from nemo_edo.errors import UserError
 from nemo_edo.generation.replica import ManagedReplica, PlainReplica, Replica
@@ -66,10 +66,9 @@ def placed(cfg: RunConfig, trainers: int) -> RunConfig:
     return replace(cfg, generation=replace(cfg.generation, servers=settings))
 
 
-def nccl_library(cfg: RunConfig) -> str:
+def nccl_library(generation: GenerationConfig) -> str:
     """The libnccl.so.2 of a refit from GPU to GPU, for both of its ends. Raises UserError where there is none."""
-    given = cfg.generation.refit.nccl_library
-    python = server_python(cfg.generation.servers)
+    given, python = generation.refit.nccl_library, server_python(generation.servers)
     found = given or package_file(python, "nvidia.nccl", "lib/libnccl.so.2")
     if found is None or not Path(found).is_file():
         where = given or f"the environment of {python} (its package nvidia-nccl)"
@@ -96,7 +95,7 @@ def build_replicas(
         arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else (),
         logprobs_after_temperature=_after_temperature(cfg),
         sleeps=generation.placement == "shared",
-        nccl_library=nccl_library(cfg) if nccl else None,
+        nccl_library=nccl_library(generation) if nccl else None,
         adapter_rank=cfg.lora.rank if cfg.lora.rank and generation.refit.lora == "adapter" else None,
     )
     return managed_replicas(api, model_folder, gpus, key)

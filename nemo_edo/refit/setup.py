@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_edo.config import RunConfig
+from nemo_edo.config import GenerationConfig, LoRAConfig, ServersConfig
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
@@ -26,10 +26,9 @@ FOLDERS_AT_ONCE = 2
 """Folders of weights that exist while servers change from one to the next."""
 
 
-def check_refit(cfg: RunConfig, run: Path) -> None:
-    """Raises UserError where the config's refit is not possible. run: the run's folder."""
-    generation, refit = cfg.generation, cfg.generation.refit
-    on_gpu = torch.cuda.is_available()
+def check_refit(generation: GenerationConfig, lora: LoRAConfig, model_path: str | None, dtype: str, run: Path) -> None:
+    """Raises UserError where the config's refit is not possible. dtype: of the weights. run: the run's folder."""
+    refit, on_gpu = generation.refit, torch.cuda.is_available()
     if generation.placement == "shared" and not on_gpu:
         raise UserError(
             "generation.placement is shared, but there is no GPU to share: on a CPU, vLLM's sleep mode frees no "
@@ -38,22 +37,22 @@ def check_refit(cfg: RunConfig, run: Path) -> None:
     if refit.transport == "nccl" and not on_gpu:
         raise UserError("generation.refit.transport is nccl, which needs GPUs, and there is none here; set it to disk")
     if refit.transport == "nccl":
-        Library(nccl_library(cfg))
-    if refit.lora == "adapter" and not cfg.lora.rank:
+        Library(nccl_library(generation))
+    if refit.lora == "adapter" and not lora.rank:
         raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
-    if refit.transport == "disk" and cfg.model.path is not None:  # the built-in model is small
-        model_folder = Path(cfg.model.path)
-        require_room(refit_root(cfg, run), FOLDERS_AT_ONCE * weight_bytes(cfg, model_folder))
+    if refit.transport == "disk" and model_path is not None:  # the built-in model is small
+        require_room(refit_root(generation, run), FOLDERS_AT_ONCE * weight_bytes(Path(model_path), dtype))
 
 
 def build_server_sync(
-    cfg: RunConfig, run: Path, model_folder: Path, workers: Workers, engine: ServerEngine
+    generation: GenerationConfig, run: Path, weights: int, workers: Workers, engine: ServerEngine
 ) -> WeightSync:
-    """The WeightSync of a policy. Its first push replaces whatever weights the servers have."""
-    refit = cfg.generation.refit
+    """The WeightSync of a policy. Its first push replaces whatever weights the servers have. weights: bytes of them,
+    which a refit by disk needs room for."""
+    refit = generation.refit
     if refit.transport == "nccl":
         gpu = torch.device("cuda", torch.cuda.current_device())
-        library, name = Library(nccl_library(cfg)), f"{run.name}/{secrets.token_hex(4)}"
+        library, name = Library(nccl_library(generation)), f"{run.name}/{secrets.token_hex(4)}"
         return NCCLSync(
             engine,
             workers,
@@ -63,33 +62,32 @@ def build_server_sync(
             limit_s=refit.limit_s,
             bucket_bytes=refit.bucket_mib * 2**20,
         )
-    size, adapters = weight_bytes(cfg, model_folder), refit.lora == "adapter"
-    folders = WeightFolders(refit_root(cfg, run), workers, size, adapters_only=adapters)
-    kind = RestartSync if cfg.generation.backend == "trtllm" else AdapterSync if adapters else DiskSync
-    sleep = None if cfg.generation.placement == "apart" else build_sleep(cfg, workers)
+    adapters = refit.lora == "adapter"
+    folders = WeightFolders(refit_root(generation, run), workers, weights, adapters_only=adapters)
+    kind = RestartSync if generation.backend == "trtllm" else AdapterSync if adapters else DiskSync
+    sleep = None if generation.placement == "apart" else build_sleep(generation.servers, workers)
     return kind(engine, folders, attempts=refit.attempts, limit_s=refit.limit_s, sleep=sleep)
 
 
-def refit_root(cfg: RunConfig, run: Path) -> Path:
+def refit_root(generation: GenerationConfig, run: Path) -> Path:
     """The parent of the run's folders of weights; absolute, as servers have other working directories."""
-    run, given = run.absolute(), cfg.generation.refit.folder
+    run, given = run.absolute(), generation.refit.folder
     own = f"nemo_edo_{hashlib.blake2b(str(run).encode(), digest_size=6).hexdigest()}"
     if given is not None:
         return Path(given).absolute() / own
-    near = SHARED_MEMORY.is_dir() and not cfg.generation.servers.urls
+    near = SHARED_MEMORY.is_dir() and not generation.servers.urls
     return SHARED_MEMORY / own if near else run / "refit"
 
 
-def weight_bytes(cfg: RunConfig, model_folder: Path) -> int:
-    """Size of the model's weights in the precision of their export."""
+def weight_bytes(model_folder: Path, dtype: str) -> int:
+    """Size of the model's weights in the precision of their export. dtype: that they are trained in."""
     config = model_folder / "config.json"
     shape = ModelShape.from_hf(json.loads(config.read_text(encoding="utf-8")), str(config))
-    return shape.parameters * (4 if cfg.precision.dtype == "fp32" else 2)
+    return shape.parameters * (4 if dtype == "fp32" else 2)
 
 
-def build_sleep(cfg: RunConfig, workers: Workers) -> SleepOnTrainersGPUs:
+def build_sleep(servers: ServersConfig, workers: Workers) -> SleepOnTrainersGPUs:
     """For servers that share the trainer's GPUs."""
-    servers = cfg.generation.servers
     gpus = servers.replicas * servers.tensor_parallel_size
     each = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return SleepOnTrainersGPUs(int(gpus * servers.memory_share * each), workers)

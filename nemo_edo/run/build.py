@@ -33,7 +33,7 @@ from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync, ServedModel
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
-from nemo_edo.run.comparison import RECORD, Comparison, in_words
+from nemo_edo.run.comparison import LENGTH, RECORD, Comparison, in_words
 from nemo_edo.run.inputs import Data, model_folder
 from nemo_edo.run.made_from import require_served
 from nemo_edo.run_folder import RunFolder
@@ -137,7 +137,8 @@ class Builder:
         if cfg.model.verify and cfg.model.path is not None and not (self._folder.path / RECORD).exists():
             shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
             scratch.mkdir()
-            self._comparison = Comparison(cfg, find_model(cfg.model.path), scratch)
+            folder, length = find_model(cfg.model.path), cfg.model.seq_length or LENGTH
+            self._comparison = Comparison(folder, cfg.precision, cfg.parallelism, length, scratch)
 
     def first(self) -> RemotePolicy:
         """The model that the run starts from, once it is known to be transformers'."""
@@ -217,7 +218,8 @@ class Builder:
         if self._cfg.generation.is_served:
             from nemo_edo.refit import setup
 
-            setup.check_refit(self._cfg, self._folder.path)
+            cfg = self._cfg
+            setup.check_refit(cfg.generation, cfg.lora, cfg.model.path, cfg.precision.dtype, self._folder.path)
 
     def start_servers(self) -> None:
         """Starts the servers of the config, if any, with the weights that the run begins with, and waits until they are
@@ -257,7 +259,7 @@ class Builder:
             from nemo_edo.refit.setup import build_sleep
             from nemo_edo.worker.dispatch import workers
 
-            build_sleep(cfg, workers()).begin(self.servers.replicas)
+            build_sleep(cfg.generation.servers, workers()).begin(self.servers.replicas)
 
     def _own_gpus(self) -> int:
         """GPUs that this run's processes on this machine use."""
@@ -286,10 +288,12 @@ class Builder:
         """What brings the model's weights to the engine."""
         if not self._cfg.generation.is_served:
             return InProcessSync(engine)
-        from nemo_edo.refit.setup import build_server_sync
+        from nemo_edo.refit.setup import build_server_sync, weight_bytes
 
-        folder = model_folder(self._cfg, self._folder)
-        return build_server_sync(self._cfg, self._folder.path, folder, model.workers, engine)
+        cfg, generation, size = self._cfg, self._cfg.generation, 0
+        if generation.refit.transport == "disk":
+            size = weight_bytes(model_folder(cfg, self._folder), cfg.precision.dtype)
+        return build_server_sync(generation, self._folder.path, size, model.workers, engine)
 
     # --- results --------------------------------------------------------------------------------------------------
 

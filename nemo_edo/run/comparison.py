@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nemo_edo.config import PrecisionConfig, RunConfig
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.data.model_folder import parameters, read_fields, write_truncated
 from nemo_edo.errors import UserError
 from nemo_edo.types import TrainingBatch
@@ -36,21 +36,23 @@ SINGLE, BF16_NOISES, FP8 = 0.002, 3.0, 0.06
 class Comparison:
     """A comparison that has begun: another process computes transformers' side."""
 
-    def __init__(self, cfg: RunConfig, folder: Path, scratch: Path) -> None:
-        """folder: the model's. scratch: for a few files, and a part of the model if the whole has no room; every rank
-        sees it."""
-        self._precision, self._source, self._scratch = cfg.precision, folder, scratch
+    def __init__(
+        self, folder: Path, precision: PrecisionConfig, parallelism: ParallelismConfig, length: int, scratch: Path
+    ) -> None:
+        """folder: the model's. length: tokens that a sequence may have. scratch: for a few files, and a part of the
+        model if the whole has no room; every rank sees it."""
+        self._precision, self._source, self._scratch = precision, folder, scratch
         self.folder, self.layers = folder, None
         fields, needed = read_fields(folder), 4 * parameters(folder)
         if needed > min(MOST_BYTES, available_bytes() // 2):
-            stages = cfg.parallelism.pipeline_model_parallel_size
-            chunks = stages * (cfg.parallelism.virtual_pipeline_model_parallel_size or 1)
+            stages = parallelism.pipeline_model_parallel_size
+            chunks = stages * (parallelism.virtual_pipeline_model_parallel_size or 1)
             self.folder = scratch / "truncated"
             self.layers = write_truncated(folder, self.folder, chunks)
         self._depth = len(self.layers or range(fields["num_hidden_layers"]))
-        self._tokens = tokens(fields["vocab_size"], min(LENGTH, cfg.model.seq_length or LENGTH))
+        self._tokens = tokens(fields["vocab_size"], min(LENGTH, length))
         torch.save(self._tokens, scratch / "tokens.pt")
-        rounded = "bf16" if cfg.precision.dtype == "bf16" else ""
+        rounded = "bf16" if precision.dtype == "bf16" else ""
         command = [sys.executable, "-m", "nemo_edo.run.comparison", str(self.folder), str(scratch), rounded]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPUs' memory is the run's
         with (scratch / "log").open("wb") as log:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.builtin_task.arithmetic import make_problems
-from nemo_edo.config import NONE, ArmConfig, DataConfig, RunConfig
+from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
-from nemo_edo.data.model_folder import check_context, check_files, find_model, read_fields, unread_files
+from nemo_edo.data.model_folder import READ, check_context, check_files, find_model, read_fields, unread_files
 from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.problems import made_problems as source_problems
 from nemo_edo.data.prompts import (
@@ -31,9 +31,10 @@ from nemo_edo.evaluation.results import START
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import check_disk_space, estimate_bytes
-from nemo_edo.run.made_from import MadeFrom, made_from
+from nemo_edo.run.made_from import MadeFrom, files_below
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
+from nemo_edo.utils.import_path import source_files
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -215,7 +216,9 @@ def load_data(
     # A run of a finished run's name begins anew.
     journal = {} if tokenizer_folder is not None and run.is_finished else run.journal()
     noted = journal.get("files", {})
-    inputs = made_from(cfg, noted.get("inputs", {}), began=bool(noted), learned=START in journal)
+    # What makes or teaches the problems reaches no number once the run has them, or has finished its warm-up.
+    harmless = [*(["data.source"] if noted else []), *(["data.warmup"] if START in journal else [])]
+    inputs = MadeFrom(input_files(cfg), noted.get("inputs", {}), cfg.allow_changed, harmless)
     files = _problem_files(cfg.data, run, made)
     train_file, test_file = files.get("train"), files["test"]
     if train_file is None and cfg.algorithm != NONE:
@@ -316,6 +319,24 @@ def _problem_files(data: DataConfig, run: RunFolder, made: Container[str]) -> di
         return {split: path for split, path in own.items() if split in {*wanted, "test"}}
     named = {split: getattr(data, split) for split in SPLITS}
     return {split: Path(path) for split, path in named.items() if path is not None}
+
+
+def input_files(cfg: RunConfig) -> dict[str, dict[str, Path]]:
+    """The files of each setting that names some."""
+    from nemo_edo.config.compose import arm_configs  # loads Hydra
+
+    data, arms = cfg.data, arm_configs(cfg)
+    paths = {f"data.{split}": getattr(data, split) for split in SPLITS}
+    paths["data.chat_template"] = data.chat_template if Path(data.chat_template).is_file() else None
+    found = {name: files_below(Path(path), ["**/*"]) for name, path in paths.items() if path is not None}
+    if cfg.model.path is not None:
+        found["model.path"] = files_below(find_model(cfg.model.path), READ)
+    if cfg.train.rollouts is not None:
+        read = [f"iter_{t:05d}/rank_*.parquet" for t in range(max(one.iterations for one in arms.values()))]
+        found["train.rollouts"] = files_below(Path(cfg.train.rollouts), [*read, *(f"*/{name}" for name in read)])
+    functions = {"data.source": data.source, **{key: one.path for key, one in cfg.rewards.by_function.values()}}
+    functions |= {f"arms.{arm}.advantage": one.advantage for arm, one in arms.items() if isinstance(one, GRPOConfig)}
+    return found | {name: source_files(path) for name, path in functions.items() if path is not None}
 
 
 def with_seq_length(cfg: RunConfig, data: Data) -> RunConfig:

@@ -11,12 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from nemo_edo.config import GRPOConfig, RunConfig
-from nemo_edo.data.model_folder import READ, find_model
-from nemo_edo.data.problems import SPLITS
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import checksum
-from nemo_edo.utils.import_path import source_files
 from nemo_edo.utils.wording import did_you_mean
 
 READERS = 8
@@ -107,16 +103,9 @@ class MadeFrom:
                 self._stamps[path] = stamp
 
 
-def made_from(cfg: RunConfig, noted: Notes, *, began: bool, learned: bool) -> MadeFrom:
-    """Of the config's inputs. began, learned: whether the run has its problems already, and has finished its warm-up:
-    what makes or teaches them then reaches no number."""
-    harmless = ["data.source"] if began else []
-    return MadeFrom(_inputs(cfg), noted, cfg.allow_changed, [*harmless, *(["data.warmup"] if learned else [])])
-
-
 def require_noted(name: str, path: Path, noted: Notes) -> None:
     """Raises UserError where the files of one setting are not those that a run noted, if it did."""
-    MadeFrom({name: _below(path, ["**/*"])}, {key: one for key, one in noted.items() if key == name})
+    MadeFrom({name: files_below(path, ["**/*"])}, {key: one for key, one in noted.items() if key == name})
 
 
 def require_served(noted: str | None, served: str, allowed: Sequence[str]) -> None:
@@ -128,24 +117,7 @@ def require_served(noted: str | None, served: str, allowed: Sequence[str]) -> No
         )
 
 
-def _inputs(cfg: RunConfig) -> dict[str, dict[str, Path]]:
-    from nemo_edo.config.compose import arm_configs  # loads Hydra
-
-    data, arms = cfg.data, arm_configs(cfg)
-    paths = {f"data.{split}": getattr(data, split) for split in SPLITS}
-    paths["data.chat_template"] = data.chat_template if Path(data.chat_template).is_file() else None
-    found = {name: _below(Path(path), ["**/*"]) for name, path in paths.items() if path is not None}
-    if cfg.model.path is not None:
-        found["model.path"] = _below(find_model(cfg.model.path), READ)
-    if cfg.train.rollouts is not None:
-        read = [f"iter_{t:05d}/rank_*.parquet" for t in range(max(one.iterations for one in arms.values()))]
-        found["train.rollouts"] = _below(Path(cfg.train.rollouts), [*read, *(f"*/{name}" for name in read)])
-    functions = {"data.source": data.source, **{key: one.path for key, one in cfg.rewards.by_function.values()}}
-    functions |= {f"arms.{arm}.advantage": one.advantage for arm, one in arms.items() if isinstance(one, GRPOConfig)}
-    return found | {name: source_files(path) for name, path in functions.items() if path is not None}
-
-
-def _below(path: Path, patterns: Sequence[str]) -> dict[str, Path]:
+def files_below(path: Path, patterns: Sequence[str]) -> dict[str, Path]:
     """The file, or a folder's, by their names in it."""
     if not path.is_dir():
         return {path.name: path}

@@ -16,24 +16,29 @@ def config(*overrides: str):
     return compose_run("quickstart", [*VLLM, "~arms", *overrides])
 
 
+def root(run: Path, *overrides: str) -> Path:
+    return setup.refit_root(config(*overrides).generation, run)
+
+
 def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_qwen2, monkeypatch):
     cfg = config(f"model.path={tiny_qwen2}", f"generation.refit.folder={tmp_path}")
-    size = setup.weight_bytes(cfg, tiny_qwen2)
+    size = setup.weight_bytes(tiny_qwen2, "fp32")
     files = sum(file.stat().st_size for file in tiny_qwen2.glob("*.safetensors"))
     assert size == pytest.approx(files, rel=0.05)
+    given = cfg.generation, cfg.lora, cfg.model.path, "fp32", tmp_path / "run"
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 2 * size - 1)
     with pytest.raises(UserError, match=f"generation.refit.folder: {tmp_path}"):
-        setup.check_refit(cfg, tmp_path / "run")
+        setup.check_refit(*given)
     monkeypatch.setattr(disk, "free_bytes", lambda folder: 2 * size)
-    setup.check_refit(cfg, tmp_path / "run")
+    setup.check_refit(*given)
 
 
 def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_runs_folder_for_others(tmp_path):
-    own, other = (setup.refit_root(config(), tmp_path / name) for name in ("a", "b"))
+    own, other = (root(tmp_path / name) for name in ("a", "b"))
     assert own.parent == other.parent == Path("/dev/shm") and own != other
     urls = "generation.servers.urls=[http://node7:8000]"
-    assert setup.refit_root(config(urls), tmp_path / "a") == tmp_path / "a" / "refit"
-    assert setup.refit_root(config(urls, "generation.refit.folder=weights"), tmp_path / "a").is_absolute()
+    assert root(tmp_path / "a", urls) == tmp_path / "a" / "refit"
+    assert root(tmp_path / "a", urls, "generation.refit.folder=weights").is_absolute()
 
 
 @pytest.mark.parametrize(("overrides", "named"), [

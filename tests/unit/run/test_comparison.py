@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_edo.config import PrecisionConfig
+from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data import model_folder
 from nemo_edo.errors import UserError
@@ -17,8 +17,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 IDS = comparison.tokens(130, 64)
 
 
-def config(folder, *overrides: str):
-    return compose_run("quickstart", [f"model.path={folder}", "model.architecture=null", *overrides])
 
 
 def megatrons(tiny, folder, dtype):
@@ -63,7 +61,7 @@ def test_a_model_without_room_is_compared_by_its_first_and_last_layers(tiny, tmp
     tiny.write_tiny_model(source, "qwen3_moe", num_hidden_layers=7, mlp_only_layers=[0, 5], **EXPERTS)
     monkeypatch.setattr(comparison, "MOST_BYTES", 0)
     scratch.mkdir()
-    begun, policy = comparison.Comparison(config(source), source, scratch), Policy(0.0)
+    begun, policy = comparison.Comparison(source, PrecisionConfig(), ParallelismConfig(), 128, scratch), Policy(0.0)
     policy.folder = begun.folder
     found = begun.finish(policy)
     assert found["layers"] == [0, 1, 5, 6] and found["nats"] < 1e-4
@@ -87,10 +85,11 @@ def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path, monk
 
     asked = []
     monkeypatch.setattr("nemo_edo.run.build.Comparison", lambda *given: asked.append(given))
-    cfg, run = config(tiny.write_tiny_model(tmp_path / "model")), RunFolder(tmp_path)
+    path, run = tiny.write_tiny_model(tmp_path / "model"), RunFolder(tmp_path)
+    cfg = compose_run("quickstart", [f"model.path={path}", "model.architecture=null"])
     own = replace(cfg.model, path=None, architecture={"model_type": "llama"})
     for model in (own, replace(cfg.model, verify=False), cfg.model):
         Builder(replace(cfg, model=model), run).begin_comparison()
     run.write_json(comparison.RECORD, {})
     Builder(cfg, run).begin_comparison()
-    assert [given[0] for given in asked] == [cfg]
+    assert [given[0] for given in asked] == [path]

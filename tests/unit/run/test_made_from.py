@@ -9,6 +9,7 @@ import pytest
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.run import made_from
+from nemo_edo.run.inputs import input_files
 from nemo_edo.run.made_from import MadeFrom
 
 
@@ -34,8 +35,8 @@ def cfg(tmp_path: Path, monkeypatch):
     ])  # fmt: skip
 
 
-def of(cfg, noted, **settings) -> MadeFrom:
-    return made_from.made_from(cfg, noted, **{"began": bool(noted), "learned": False, **settings})
+def of(cfg, noted, harmless=()) -> MadeFrom:
+    return MadeFrom(input_files(cfg), noted, cfg.allow_changed, harmless)
 
 
 @pytest.mark.parametrize(("file", "setting"), [
@@ -73,7 +74,7 @@ def test_what_reaches_no_number_is_a_warning_and_contents_are_read_once(cfg, mon
         of(cfg, noted).notes()
     Path("model/README.md").write_text("no input")
     Path("warm.jsonl").write_text("other")
-    [said] = of(cfg, noted, learned=True).changed
+    [said] = of(cfg, noted, ["data.warmup"]).changed
     assert said.startswith("data.warmup: warm.jsonl has other content")
     cfg.allow_changed = ["data.tset"]
     with pytest.raises(UserError, match="did you mean data.test"):
