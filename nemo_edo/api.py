@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import Container, OmegaConf
+
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
@@ -258,19 +260,14 @@ class Sweep:
         for run in self.runs:
             part, cfg, arms = table(run), run.config, arm_configs(run.config)
             alphas = {name: settings.effective_alpha for name, settings in arms.items()}
-            swept = {key: _setting(cfg, key) for key in self._swept[run.folder.name]}
+            settings = OmegaConf.structured(cfg)
+            found = {key: OmegaConf.select(settings, key) for key in self._swept[run.folder.name]}
+            swept = {key: str(one) if isinstance(one, Container) else one for key, one in found.items()}
             about = {"run": run.folder.name, "seed": cfg.seed, **swept}
             if len(part):
                 about = pd.DataFrame({"arm": part["arm"], "alpha": part["arm"].map(alphas), **about}, index=part.index)
                 parts.append(pd.concat([about, part.drop(columns=part.columns.intersection(about.columns))], axis=1))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "arm", "seed", "alpha"])
-
-
-def _setting(cfg: Any, key: str) -> Any:
-    """A setting by its dotted key, as text where it is no single value; None where the run does not have it."""
-    for name in key.split("."):
-        cfg = cfg.get(name) if isinstance(cfg, Mapping) else getattr(cfg, name, None)
-    return cfg if cfg is None or isinstance(cfg, bool | int | float | str) else str(cfg)
 
 
 def _flat(line: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ from nemo_edo.data.model_folder import find_model
 from nemo_edo.data.prompts import chat_of, prompt_text
 from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.evaluation.results import BEST
-from nemo_edo.generation.in_process import InProcessSync, ServedModel
+from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run.comparison import LENGTH, RECORD, Comparison, in_words
 from nemo_edo.run.inputs import Data, model_folder
@@ -160,10 +159,6 @@ class Builder:
 
         training = arm_configs(self._cfg).get(policy.partition(BEST)[0], self._cfg.grpo)
         return self.model(training, self._folder.checkpoint(policy))
-
-    def untrained(self) -> RemotePolicy | ServedModel:
-        """The model of a run that trains nothing, behind the run's servers or in this process."""
-        return self.first() if self.servers is None else ServedModel(self.servers)
 
     # --- its training ---------------------------------------------------------------------------------------------
 
@@ -294,14 +289,3 @@ class Builder:
         if generation.refit.transport == "disk":
             size = weight_bytes(model_folder(cfg, self._folder), cfg.precision.dtype)
         return build_server_sync(generation, self._folder.path, size, model.workers, engine)
-
-    # --- results --------------------------------------------------------------------------------------------------
-
-    def summary(self, seconds: Mapping[str, float]) -> dict:
-        """The content of summary.json."""
-        from nemo_edo.config.compose import arm_configs
-        from nemo_edo.run.summary import summary
-        from nemo_edo.worker.dispatch import workers
-
-        skipped = self._data.skipped_rows
-        return summary(self._cfg.name, self._cfg.seed, arm_configs(self._cfg), skipped, seconds, workers().size)

@@ -29,7 +29,7 @@ from nemo_edo.run.services import RunServices
 from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, first_model
 from nemo_edo.run.stop_signal import StallWatch, StopSignal
 from nemo_edo.run.stored_run import StoredRun, evaluate_stored, open_run
-from nemo_edo.run.summary import examples, kept, kept_warnings
+from nemo_edo.run.summary import examples, kept, kept_warnings, summary
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
 from nemo_edo.run_folder import METRICS, TRACKED, RunFolder
 from nemo_edo.utils.files import checksum, read_object, temporary_name
@@ -337,7 +337,8 @@ def _write_summary(run: RunServices, stages: list[str]) -> None:
     folder.write_json("samples.json", samples)
     journal = folder.journal()
     seconds = {"total_s": round(run.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
-    about = run.builder.summary(seconds)
+    name, processes = folder.path.name, workers().size
+    about = summary(name, settings.seed, settings.arms, data.skipped_rows, seconds, processes)
     for name, arm in about["arms"].items():
         if stop := early_stop(settings.early_stop, folder, name):
             about["arms"][name] = {**arm, "stopped_early": stop.in_words(arm["iterations"])}

@@ -94,11 +94,12 @@ def warm_up(run: RunServices) -> list:
 
 def first_model(run: RunServices) -> RemotePolicy | ServedModel:
     """The model that the run starts from; of a run that trains nothing, it may be behind servers."""
-    model = run.builder.first() if run.settings.trains else run.builder.untrained()
-    if not isinstance(model, ServedModel):
-        used = model.places[0].kernels
-        print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
-        run.folder.write_json("kernels.json", used)
+    if not run.settings.trains and run.builder.servers is not None:
+        return ServedModel(run.builder.servers)
+    model = run.builder.first()
+    used = model.places[0].kernels
+    print("computed with: " + ", ".join(f"{part} {what}" for part, what in used.items()))
+    run.folder.write_json("kernels.json", used)
     return model
 
 

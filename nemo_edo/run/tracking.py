@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_edo.config.checks import without_passwords
 from nemo_edo.errors import CANNOT_WRITE, UserError
-from nemo_edo.utils.files import json_text, read_object, write_text
+from nemo_edo.utils.files import flattened, json_text, read_object, write_text
 from nemo_edo.utils.wording import did_you_mean
 
 if TYPE_CHECKING:
@@ -151,7 +151,10 @@ def hyperparameters(settings: Mapping[str, Any], arms: Mapping[str, ArmConfig]) 
 
     The sections that may hold keys (``cluster``'s environment, ``exp_manager``'s arguments) are left out."""
     shown = {name: value for name, value in settings.items() if name not in ("cluster", "exp_manager")}
-    flat = dict(_flat(shown))
+    flat = {
+        key: value if isinstance(value, int | float | None) else without_passwords(str(value))
+        for key, value in flattened(shown).items()
+    }
     for name, arm in arms.items():
         own = {
             "alpha": arm.effective_alpha,
@@ -161,15 +164,6 @@ def hyperparameters(settings: Mapping[str, Any], arms: Mapping[str, ArmConfig]) 
         }
         flat |= {key if len(arms) == 1 else f"{name}.{key}": value for key, value in own.items()}
     return flat
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            shown = without_passwords(str(value))
-            yield f"{prefix}{name}", value if isinstance(value, int | float | None) else shown
 
 
 def _mlflow_logger(config: dict[str, Any], folder: Path, run_id: str | None) -> MLFlowLogger:

@@ -42,15 +42,11 @@ def _limits() -> Iterator[tuple[int, int]]:
         # A container may see its own group as the top, under which the host's path does not exist.
         for group in [inside, *inside.parents]:
             if group.is_relative_to(top) and (group / NAMES[second][0]).is_file():
-                yield from _limit(group, *NAMES[second])
-
-
-def _limit(group: Path, limit_name: str, use_name: str) -> Iterator[tuple[int, int]]:
-    limit = (group / limit_name).read_text().strip()
-    if limit != "max":
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-        yield int(limit), int((group / use_name).read_text()) - droppable
+                limit, used = ((group / name).read_text().strip() for name in NAMES[second])
+                if limit != "max":
+                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                    yield int(limit), int(used) - droppable
 
 
 @contextlib.contextmanager
