@@ -120,12 +120,10 @@ class Case:
 
     @property
     def load(self) -> memory.Workload:
-        """The workload that needs most memory."""
         return self.loads[self.fullest[0]]
 
     @property
     def only_served(self) -> bool:
-        """Whether only servers load the model."""
         return self.cfg.generation.is_served and not self.load.trains
 
 

@@ -316,7 +316,6 @@ def _finish(run: RunServices, page: bool) -> None:
 
 
 def _write_summary(run: RunServices, stages: list[str]) -> None:
-    """samples.json and summary.json."""
     folder, settings, data = run.folder, run.settings, run.data
     shown = {}
     for name in stages:

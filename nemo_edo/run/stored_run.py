@@ -27,8 +27,6 @@ _ITERATION = re.compile(r"iter_(\d+)")
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run's folder with its config."""
-
     folder: RunFolder
     cfg: RunConfig
 

@@ -51,7 +51,6 @@ class StatusLine:
         self._drawn = time.monotonic()
 
     def close(self) -> None:
-        """Removes the line."""
         if self._live is not None:
             self._live.stop()
             self._live = None

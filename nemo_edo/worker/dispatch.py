@@ -166,7 +166,6 @@ class Workers:
             self._send(other, pack((STACKS, str(folder))))
 
     def end(self) -> None:
-        """Lets the other ranks end."""
         for other in self._others:
             self._send(other, pack((END,)))
         for other in self._others:

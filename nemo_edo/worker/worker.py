@@ -81,7 +81,6 @@ class Worker:
         return self.place()
 
     def adopt(self, model: MegatronGPTModel) -> None:
-        """Takes a model that is built."""
         from megatron.core import parallel_state
 
         self.model = model
@@ -203,7 +202,6 @@ class Worker:
         max_batch_size: int | str,
         keeps_experts: bool = False,
     ) -> None:
-        """An engine over the model's weights."""
         import torch
 
         from nemo_edo.generation.megatron_engine import MegatronEngine

@@ -1,16 +1,45 @@
 """``nemo-edo selftest`` where there is no GPU: what a CPU can do passes, and what is broken on purpose fails."""
 
+import ctypes
 import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import broken_machine, completions_server
+from helpers import completions_server, nccl_stub
 from helpers.cli import finish, start
 
 pytestmark = pytest.mark.slow
+_CLONE_NEWNS, _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 1, 32, 4096, 16384, 1 << 18
+
+
+def make_read_only(folder: str) -> None:
+    """For this process and its children: ``Cli``'s ``before``."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    path = os.fsencode(folder)
+    mounts = [(b"/", _RECURSIVE | _PRIVATE), (path, _BIND), (path, _REMOUNT | _BIND | _READ_ONLY)]
+    if libc.unshare(_CLONE_NEWNS) or any([libc.mount(place, place, None, flags, None) for place, flags in mounts]):
+        raise OSError(ctypes.get_errno(), "unshare or mount")
+
+
+def environment(folder: Path, *, nccl: int | None = None, server: str | None = None) -> Path:
+    """The interpreter of a new environment. nccl: with a stub that has this version. server: with a vLLM whose server
+    has this source."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder], check=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    if nccl is not None:
+        library = packages / "nvidia" / "nccl" / "lib"
+        library.mkdir(parents=True)
+        nccl_stub.build(library, nccl)
+    if server is not None:
+        module = packages / "vllm" / "entrypoints" / "openai"
+        module.mkdir(parents=True)
+        (packages / "vllm" / "__init__.py").touch()
+        (module / "api_server.py").write_text(server)
+    return folder / "bin" / "python"
 
 
 def test_two_processes_pass_every_split_that_a_cpu_has(tmp_path: Path):
@@ -39,8 +68,8 @@ def rows(output: str) -> dict[str, tuple[str, str]]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_a_folder_that_cannot_be_written_to_fails_what_needs_it_and_nothing_else(tmp_path: Path, nemo_edo):
     """Nor is there a vLLM: the environment that stands for the servers' is empty."""
-    broken_machine.environment(tmp_path / ".venv-vllm")
-    before = [("helpers.broken_machine:make_read_only", str(tmp_path))]
+    environment(tmp_path / ".venv-vllm")
+    before = [("tests.e2e.test_selftest:make_read_only", str(tmp_path))]
     groups = ("machine", "precision", "training", "server")
     done = nemo_edo("selftest", "--folder", "here", "--only", *groups, cwd=tmp_path, before=before)
     found = rows(done.stdout)
@@ -78,7 +107,7 @@ def test_a_server_that_dies_fails_its_check_alone_with_what_to_do(tmp_path: Path
     state = tmp_path / "state.json"
     state.write_text(json.dumps(fault))
     ends, serves = "import sys; sys.exit('no kernel image is available')", SCRIPTED.replace("STATE", repr(str(state)))
-    broken_machine.environment(tmp_path / ".venv-vllm", nccl=22907, server=serves if fault else ends)
+    environment(tmp_path / ".venv-vllm", nccl=22907, server=serves if fault else ends)
     done = nemo_edo("selftest", "--only", "machine", "server", cwd=tmp_path)
     found = rows(done.stdout)
     assert done.returncode == 1, done.stderr
