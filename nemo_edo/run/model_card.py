@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import httpx
 import yaml
 from huggingface_hub import HfApi, ModelCardData, metadata_load
 from huggingface_hub.errors import HFValidationError
+from jinja2 import Template
 
 from nemo_edo import __version__
 from nemo_edo.config import ArmConfig, IDPOConfig
@@ -22,21 +22,7 @@ from nemo_edo.run_folder import RunFolder
 REPORT = "report.html"
 LICENCE = ("license", "license_name", "license_link")
 """The fields of a card that say under which licence a model is."""
-USE = """
-## Use
-
-```python
-from transformers import AutoTokenizer
-from {module} import {name}
-
-model = {name}.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
-```"""
-PAPER = """
-## Citation
-
-The exploration term is that of "Exploration-Driven Optimization for Test-Time Large Language Model Reasoning" (Changhao
-Li, Yuchen Zhuang, Chenxiao Gao, Haotian Sun, Rushi Qiang, Chao Zhang, Bo Dai; 2026)."""
+TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 HUB_ERRORS = (httpx.HTTPError, OSError, HFValidationError)
 """What huggingface_hub raises for a network, a missing token, a refusal, and a name that cannot be one."""
 
@@ -90,57 +76,39 @@ def write_card(exported: Exported, out: Path) -> None:
         tags=["nemo-edo", exported.method.lower().replace(" ", "-")],
         **licence,
     )
-    report = exported.run.path / REPORT
+    run, report = exported.run, exported.run.path / REPORT
     if report.is_file():
         shutil.copyfile(report, out / REPORT)
-    lines = [f"---\n{header.to_yaml()}\n---\n", *_training(exported, licence.get("license"), report.is_file())]
-    if exported.run.evaluation(exported.policy).is_file():
-        lines += _results(exported)
-    module, name = "transformers", "AutoModelForCausalLM"
-    if exported.adapter:
-        module, name = "peft", "AutoPeftModelForCausalLM"
-    lines.append(USE.format(module=module, name=name, folder=exported.name))
-    if exported.method.startswith("ED-"):
-        lines.append(PAPER)
-    (out / "README.md").write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
-
-
-def _training(exported: Exported, licence: str | None, has_report: bool) -> Iterator[str]:
-    base, training = exported.hub_name or exported.base.resolve().name, exported.training
-    yield f"# {exported.run.path.name}: {exported.policy}\n"
-    yield f"{base} after {exported.method}, by nemo-edo {__version__}.\n"
-    yield "## Training\n"
-    yield f"- Base model: {base}; its licence: {licence or 'not stated in its folder'}"
-    if exported.sft_steps:
-        yield f"- Warm-up: {exported.sft_steps} steps of supervised fine-tuning"
-    if training is not None:
-        yield f"- Arm: {arm_label(training)}; {training.iterations} iterations, learning rate {training.optimizer.lr:g}"
-        yield f"- KL to the reference (beta): {training.beta:g}"
-        yield f"- Coefficient of the exploration term (alpha * beta): {training.exploration_weight:g}"
-        if training.log_ratio_floor is not None:
-            yield f"- Floor under its log-ratios: {training.log_ratio_floor:g}"
-    yield f"- Data: {exported.data}; seed {exported.seed}"
-    if has_report:
-        yield f"- [Report of the run]({REPORT})"
-
-
-def _results(exported: Exported) -> Iterator[str]:
-    """The policy's metrics with 95 % intervals over problems, beside those of the policy that the arms start from."""
-    own, start = load_evaluation(exported.run.evaluation(exported.policy)), exported.run.evaluation(START)
-    compared: dict[str, Evaluation] = {"this model": own}
-    if exported.training is not None and start.is_file():
-        compared = {"before": load_evaluation(start), **compared}
-    found = {name: one.intervals(resamples=exported.bootstrap, seed=exported.seed) for name, one in compared.items()}
-    several = [largest(list(own.metrics), family) for family in ("vote@", "pass@")]
-    shown = ["greedy_accuracy", "accuracy", *filter(None, several), "distinct_4", "entropy"]
-    yield "\n## Results\n"
-    yield f"{len(own.problems)} test problems, temperature {own.temperature:g}; 95 % intervals over problems.\n"
-    yield f"| metric | {' | '.join(found)} |\n|---{'|---' * len(found)}|"
-    for metric in shown:
-        if all(metric in intervals for intervals in found.values()):
-            values = (intervals[metric] for intervals in found.values())
-            cells = [f"{value.mean:.3f} [{value.low:.3f}, {value.high:.3f}]" for value in values]
-            yield f"| {metric_name(metric)} | {' | '.join(cells)} |"
+    training, path, start = exported.training, run.evaluation(exported.policy), run.evaluation(START)
+    compared: dict[str, Evaluation] = {}
+    if path.is_file():
+        before = {"before": load_evaluation(start)} if training is not None and start.is_file() else {}
+        compared = {**before, "this model": load_evaluation(path)}
+    results = {
+        name: {metric: (interval.mean, interval.low, interval.high) for metric, interval in intervals.items()}
+        for name, one in compared.items()
+        for intervals in [one.intervals(resamples=exported.bootstrap, seed=exported.seed)]
+    }
+    own = compared.get("this model")
+    several = [largest(list(own.metrics), family) for family in ("vote@", "pass@")] if own else []
+    metrics = ["greedy_accuracy", "accuracy", *filter(None, several), "distinct_4", "entropy"]
+    shown = [metric for metric in metrics if all(metric in intervals for intervals in results.values())]
+    text = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, lstrip_blocks=True).render(
+        **vars(exported),
+        header=header.to_yaml(),
+        method=exported.method,
+        version=__version__,
+        base_name=exported.hub_name or exported.base.resolve().name,
+        licence=licence.get("license"),
+        label=arm_label(training) if training is not None else "",
+        report=REPORT if report.is_file() else "",
+        own=own,
+        results=results,
+        shown={metric: metric_name(metric) for metric in shown},
+        module="peft" if exported.adapter else "transformers",
+        model_class="AutoPeftModelForCausalLM" if exported.adapter else "AutoModelForCausalLM",
+    )
+    (out / "README.md").write_text(text.rstrip() + "\n", encoding="utf-8")
 
 
 class HubRepository:
