@@ -19,7 +19,6 @@ from packaging.requirements import Requirement
 from nemo_edo.checks import installed
 from nemo_edo.checks.machine import CheckError, Finding, Machine, failed, impossible, passed
 from nemo_edo.errors import UserError
-from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.memory import total_bytes
 from nemo_edo.utils.ranks import first_that_resolves
 
@@ -305,6 +304,7 @@ GAP = {"fp32": 1e-2, "bf16": 0.2}  # nats: the mean distance of the server's log
 def server_run(machine: Machine, *more: str) -> Finding:
     """A run of the built-in task in small, with a vLLM server whose weights are replaced between two iterations."""
     from nemo_edo.generation.replica import starts_in
+    from nemo_edo.run_folder import RunFolder
 
     # The first rank starts servers; all ranks must decide alike.
     if why := machine.exchange("no_server", no_server() if machine.rank == 0 else None)[0]:
