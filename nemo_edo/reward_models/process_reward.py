@@ -27,8 +27,8 @@ from nemo_edo.reward_models.formats import (
     too_long,
 )
 from nemo_edo.rollouts.store import ScoreStore, StepScores, check_score_name, rollouts_checksum
-from nemo_edo.run_folder import taken
 from nemo_edo.run.stored_run import StoredRun, open_run
+from nemo_edo.run_folder import taken
 from nemo_edo.test_time.search_llm import StepPath, StepScore
 from nemo_edo.types import Rollout
 

@@ -26,9 +26,9 @@ from nemo_edo.report.run_set import find_runs, read_run, read_runs
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.rewards.judge import JudgeCache, Reply
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore, StepScores
-from nemo_edo.run_folder import RunFolder
 from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.stored_run import evaluate_stored, open_run
+from nemo_edo.run_folder import RunFolder
 from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results
 from nemo_edo.utils.files import read_object
 
