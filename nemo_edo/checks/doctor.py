@@ -113,6 +113,7 @@ class Case:
     known: dict[str, object]  # facts of the device and the problems, as ``workloads`` takes them
     cfg: RunConfig  # ``given`` with numbers in place of what it leaves open
     loads: dict[str, memory.Workload]
+    warnings: list[str]  # of the prompts and the model
 
     @property
     def fullest(self) -> tuple[str, list[memory.Memory]]:
@@ -146,9 +147,10 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
     check_settings(cfg)
     if devices.here:
         check_data_paths(cfg)
+    warnings: list[str] = []
     longest, train, test = None, memory.problems(given, "train"), memory.problems(given, "test")
     if not any(key.startswith("data.") for key in missing) and (found := checked_problems(given)) is not None:
-        longest, train, test = found.seq_length, len(found.train), len(found.test)
+        longest, train, test, warnings = found.seq_length, len(found.train), len(found.test), found.warnings
     if cfg.has_arms and math.isfinite(train):
         from nemo_edo.algorithms.plan import require_several_steps  # imports torch
 
@@ -159,7 +161,7 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
         rows = memory.counted_rows(cfg)
         cfg = memory.with_rows_that_fit(cfg, shape, devices.count, devices.bytes, rows=rows, **known)
     loads = memory.workloads(cfg, shape, devices.count, **known)
-    return Case(given, devices, shape, longest, train, known, cfg, loads)
+    return Case(given, devices, shape, longest, train, known, cfg, loads, warnings)
 
 
 def _check_folder(cfg: RunConfig) -> None:
@@ -203,6 +205,7 @@ def sizes(case: Case) -> dict[str, str]:
         "sequences": f"of {longest:,} tokens at most ({why})",
         "generation": "by servers" if case.cfg.generation.is_served else f"{rows} ({how})",
         "fullest in": _memory_table(case),
+        "warning": "\n".join(text.removeprefix("warning: ") for text in case.warnings),
     }
 
 

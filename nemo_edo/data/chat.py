@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
@@ -97,7 +98,7 @@ def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None)
 
     try:
         compiled, names = _compiled(template, now)
-        return names if variables is None else compiled.render(**variables)
+        return names if variables is None else _text(compiled, variables)
     except MemoryError:
         raise
     except TemplateSyntaxError as error:
@@ -106,6 +107,18 @@ def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None)
         return Failure(f"includes another file ({error.name}), which is not read: write it into the template")
     except Exception as error:  # a template can raise anything
         return Failure(f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}")
+
+
+def _text(template: Template, variables: Mapping[str, Any]) -> str:
+    """The text of a conversation. Some templates of models that also see images take lists of parts alone."""
+    text, messages = template.render(**variables), variables["messages"]
+    asked = messages[-1]["content"].strip()
+    if asked not in text:
+        parts = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in messages]
+        with suppress(Exception):  # of a template that takes texts alone
+            of_parts = template.render(**{**variables, "messages": parts})
+            return of_parts if asked in of_parts else text
+    return text
 
 
 @cache

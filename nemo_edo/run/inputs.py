@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, RunConfig
@@ -263,8 +263,10 @@ def load_data(
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
+    warnings = warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
+        warnings += _warnings_of_experts(cfg, fields)
         check_rows(chain(prompts.values(), *solutions), stop.ids, tokenizer, fields, folder / "config.json")
     if limit is None:
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
@@ -285,8 +287,19 @@ def load_data(
         begun=begun,
         left_out=left_out_tokens(tokenizer, style),
         style=style,
-        warnings=warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids),
+        warnings=warnings,
     )
+
+
+def _warnings_of_experts(cfg: RunConfig, fields: Mapping[str, Any]) -> list[str]:
+    experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts <= 1 or not cfg.has_arms or cfg.generation.routing_replay:
+        return []
+    return [
+        f"warning: the model has {experts} experts, and generation.routing_replay is false: a token's experts can "
+        "differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; watch "
+        "sampler_gap (docs/scaling.md, Experts)"
+    ]
 
 
 def _check_problems(cfg: RunConfig, train: list[Problem], test: list[Problem], learned: list[Problem]) -> None:

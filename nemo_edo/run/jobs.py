@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -241,17 +240,9 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> RunServices
         print(f"{data.skipped_rows} bad rows of the problems files were left out")
     if cfg.algorithm != NONE and data.overlap:
         print(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (data.allow_overlap)")
-    if cfg.model.path is not None:
-        print(*map(printable, (*data.stop.lines(), *data.warnings)), sep="\n")
-    fields = inputs.read_fields(inputs.model_folder(cfg, folder))
-    experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if experts > 1 and cfg.has_arms and not cfg.generation.routing_replay:
-        print(
-            f"warning: the model has {experts} experts, and generation.routing_replay is false: a token's experts can "
-            "differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; watch "
-            "sampler_gap (docs/scaling.md, Experts)",
-            file=sys.stderr,
-        )
+    stops = data.stop.lines() if cfg.model.path is not None else ()
+    for line in (*stops, *data.warnings):
+        print(printable(line))
     console = RunConsole({WARMUP: cfg.sft.steps, **{name: training.iterations for name, training in arms.items()}})
     log = MetricsLog(folder.path / METRICS, log_numbers(tracker), watch=console, pending=clock.pending)
     if WARMUP not in folder.journal() and not builder.holds_no_model:

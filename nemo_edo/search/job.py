@@ -77,6 +77,8 @@ def search_model(cfg: RunConfig) -> list[str]:
 
 
 def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
+    if cfg.generation.servers.chat:
+        raise UserError("generation.servers.chat is true: a search continues responses, which chat endpoints do not")
     if cfg.search.reward_model is None:
         raise UserError("search.reward_model: give the folder of a process reward model")
     about = read_reward_folder(Path(cfg.search.reward_model))
@@ -84,8 +86,6 @@ def _reward_model(cfg: RunConfig) -> tuple[RewardFolder, RewardFormat]:
 
 
 def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[RewardFolder, RewardFormat]) -> list[str]:
-    if cfg.generation.servers.chat:
-        raise UserError("generation.servers.chat is true: a search continues responses, which chat endpoints do not")
     workers().call(Worker.enter, cfg.threads)
     data = inputs.load_data(cfg, folder)
     cfg = inputs.with_seq_length(cfg, data)

@@ -21,14 +21,14 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(1, str(TESTS))  # helpers
 os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
 
-from .faults import FAULTS  # noqa: E402
+from .faults import FAULTS, TURN  # noqa: E402
 from .rounds import Round, Undisturbed, Wrong, play, undisturbed  # noqa: E402
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=TURN, help="default: %(default)s, in which every fault is played")
     parser.add_argument("--round", type=int, help="only this one, of the seed's rounds")
     parser.add_argument("--fault", choices=FAULTS, help="only rounds with this one")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent rounds; default: %(default)s")

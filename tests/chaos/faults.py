@@ -84,6 +84,11 @@ def terminate(scene: Scene) -> Harm:
     return Harm("SIGTERM")
 
 
+def strike_member(scene: Scene) -> Harm:
+    """What befalls a sweep: the whole of it, or a process of one of its runs."""
+    return scene.chance.choice((kill_first, kill_any, kill_any, terminate))(scene)
+
+
 def kill_server(scene: Scene) -> Harm:
     count = len(scene.servers.urls)
     places = scene.chance.sample(range(count), scene.chance.randint(1, count))
@@ -243,24 +248,27 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    weight: int
-    """How often it is chosen among them."""
+    times: int
+    """How often it is played in ``TURN`` rounds."""
     strike: Callable[[Scene], Harm]
     fits: Callable[[Job], bool] = lambda job: not job.is_sweep
 
 
 FAULTS = {
-    "kill": Fault(3, kill_first, lambda job: True),
-    "kill any": Fault(4, kill_any, lambda job: True),
-    "terminate": Fault(2, terminate, lambda job: True),
-    "damage": Fault(8, lambda scene: damage(scene, alive=False)),
+    "kill": Fault(3, kill_first),
+    "kill any": Fault(4, kill_any),
+    "terminate": Fault(3, terminate),
+    "member": Fault(2, strike_member, lambda job: job.is_sweep),
+    "damage": Fault(7, lambda scene: damage(scene, alive=False)),
     "damage alive": Fault(4, lambda scene: damage(scene, alive=True)),
-    "disk": Fault(3, fill_disk, lambda job: not (job.is_sweep or job.has_inputs or job.has_judge)),
-    "server": Fault(3, kill_server, lambda job: job.servers > 0),
-    "swap": Fault(4, swap_servers, lambda job: job.servers > 0),
-    "input": Fault(20, change_input, lambda job: job.has_inputs),
-    "cache": Fault(10, damage_cache, lambda job: job.has_judge),
-    "second": Fault(3, second_command),
+    "disk": Fault(2, fill_disk, lambda job: not (job.is_sweep or job.has_inputs or job.has_judge)),
+    "server": Fault(2, kill_server, lambda job: job.servers > 0),
+    "swap": Fault(2, swap_servers, lambda job: job.servers > 0),
+    "input": Fault(4, change_input, lambda job: job.has_inputs),
+    "cache": Fault(2, damage_cache, lambda job: job.has_judge),
+    "second": Fault(2, second_command),
     "files": Fault(1, limit_files, lambda job: job.ranks == 1 and not job.is_sweep),
-    "evaluate": Fault(4, kill_first, lambda job: job.name == "grpo"),
+    "evaluate": Fault(2, kill_first, lambda job: job.name == "grpo"),
 }
+TURN = sum(fault.times for fault in FAULTS.values())
+"""Rounds that play every fault."""

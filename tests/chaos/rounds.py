@@ -50,9 +50,10 @@ class Round:
     @classmethod
     def of(cls, seed: int, number: int) -> Round:
         chance = Random(f"{seed} {number}")
-        [job] = chance.choices(JOBS, [1 if job.is_sweep else 4 for job in JOBS])  # a sweep takes as long as four
-        possible = {name: fault.weight for name, fault in FAULTS.items() if fault.fits(job)}
-        [fault] = chance.choices(list(possible), list(possible.values()))
+        kinds = [name for name, fault in FAULTS.items() for _ in range(fault.times)]
+        turn, place = divmod(number, len(kinds))
+        fault = Random(f"{seed} {turn}").sample(kinds, len(kinds))[place]
+        job = chance.choice([job for job in JOBS if FAULTS[fault].fits(job)])
         return cls(seed, number, job, fault, chance.random(), chance.choice((0.0, chance.uniform(0, DELAY_S))), chance)
 
 

@@ -43,6 +43,7 @@ LLAMA = (
     " {%- generation %} {{ m.content }} {% endgeneration %}{{ m.role | tojson }}{% endfor %}"
     "{% if add_generation_prompt %}<|user|>assistant{% endif %}"
 )
+PARTS = CHATML.replace("{{ m.content | trim }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
 TEMPLATES = {"chatml": CHATML, "mistral": MISTRAL, "llama": LLAMA}
 DAY = datetime(2024, 7, 26, 12, 30)
 MARKUP = "<|im_end|>\n<|im_start|>user\nand <|user|> </s> <s>"
@@ -86,6 +87,13 @@ def test_a_prompt_is_what_transformers_makes_of_the_template(tmp_path, name, que
         )
         one = problem(question) if messages == chat[:1] else problem(messages=tuple(chat))
         assert prompt(tokenizer, one) == of_transformers
+
+
+def test_a_template_that_takes_lists_of_parts_alone_gets_them(tmp_path):
+    tokenizer = make(tmp_path, PARTS)
+    chat = [{"role": "user", "content": [{"type": "text", "text": "How many apples?"}]}]
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert prompt(tokenizer, problem()) == expected
 
 
 @pytest.mark.parametrize("template", [None, *TEMPLATES.values()])
