@@ -95,7 +95,7 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
 
 
 @pytest.mark.parametrize(("name", "rooms"), {
-    "metrics": set(),
+    "metrics": {"parallel"},
     "losses": {"config"},
     "parallel": {"errors", "utils"},
     "test_time": {"metrics"},
