@@ -38,9 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
     kernels are compiled with is chosen then, and not every machine has a compiler."""
     collects = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if collects and find_spec("megatron") is not None and not Path("/dev/nvidiactl").exists():
-        from nemo_edo.megatron.cpu.without_cuda import ADAPTATIONS
+        from nemo_edo.megatron.cpu.without_cuda import fused_kernels
 
-        ADAPTATIONS["fused_kernels"]()
+        fused_kernels()
 
 
 def _suite(path: str | Path) -> str:

@@ -45,16 +45,11 @@ def one_check() -> Iterator[None]:
         yield
     finally:
         _collected.reset(token)
-    if checks and not _hold(checks):
-        raise next(error() for test, values, error in checks if not test(values).all())
-
-
-def _hold(checks: list[Check]) -> Tensor:
-    """Whether all do: a test reads all tensors that it is asked about at once."""
-    by_test: dict[Test, list[Tensor]] = {}
+    by_test: dict[Test, list[Tensor]] = {}  # a test reads all tensors that it is asked about at once
     for test, values, _ in checks:
         by_test.setdefault(test, []).append(values.detach().flatten())
-    return torch.cat([test(torch.cat(values)) for test, values in by_test.items()]).all()
+    if checks and not torch.cat([test(torch.cat(values)) for test, values in by_test.items()]).all():
+        raise next(error() for test, values, error in checks if not test(values).all())
 
 
 @contextmanager

@@ -1,21 +1,18 @@
 """The exploration weight over optimizer steps: fixed schedules, and two controllers. Ours: the paper's is constant.
 
-The weight is alpha * beta, or the coefficient that replaces it. Read a schedule before an optimizer step, and call
-``step`` after it:
+Read a schedule before an optimizer step, and call ``step`` after it:
 
     loss = base.plus(exploration, schedule.weight)
     ...                                                # if schedule.needs_gradients, measure both gradients' norms
     schedule.step(entropy=..., gradient_ratio=...)
 
-**constant, linear, cosine, warmup-hold-decay**: the configured weight times a function of the steps taken. With
-p = steps taken / ``steps``, at most 1, and f = ``final_factor``:
+**constant, linear, cosine, warmup-hold-decay**: the configured weight (alpha * beta, or the coefficient that replaces
+it) times a function of the steps taken. With p = steps taken / ``steps``, at most 1, and f = ``final_factor``:
 
     constant            1
     linear              (1 - p) + p f
     cosine              (1 - q) + q f,  q = (1 - cos(pi p)) / 2
     warmup-hold-decay   0 to 1 in ``warmup_steps``, 1 for ``hold_steps``, then linearly to f
-
-The first optimizer step has the value for 0 steps taken; from ``steps`` on it is f. A weight of 0 stays 0.
 
 Controllers begin at the configured weight and stay within [``min_weight``, ``max_weight``].
 
@@ -24,9 +21,6 @@ each step, and leaves it between the two:
 
     H < target     weight *= exp(rate * min((target - H) / target, 1))
     H > ceiling    weight *= exp(-rate * min((H - ceiling) / ceiling, 1))
-
-So it moves in proportion to the relative distance, and by a factor of exp(rate) up (at H = 0) or exp(-rate) down (from
-twice the ceiling on) at most. An entropy that rounding has put below 0 counts as 0.
 
 **gradient-share** keeps the weighted exploration gradient's norm at ``gradient_share`` of the task gradient's. With
 ratio = |gradient of the term at weight 1| / |task gradient| the weight that does so is share / ratio: a setting that
@@ -49,6 +43,8 @@ class Schedule:
 
     def __init__(self, config: ScheduleConfig, weight: float) -> None:
         """As ``build_schedule``."""
+        if not math.isfinite(weight):
+            raise ValueError(f"the exploration weight is {weight}, expected a finite number")
         self._config, self._peak = config, weight
         self._state: dict[str, Any] = {"kind": config.kind}
         if config.kind not in ("entropy", "gradient-share"):
@@ -155,6 +151,4 @@ def build_schedule(config: ScheduleConfig, weight: float) -> Schedule:
     Raises ValueError for a weight that is not finite, and for one outside [min_weight, max_weight] with a controller:
     0 is outside, so that a baseline without exploration never gets any.
     """
-    if not math.isfinite(weight):
-        raise ValueError(f"the exploration weight is {weight}, expected a finite number")
     return Schedule(config, weight)

@@ -96,7 +96,7 @@ def read_tokens(
     if on_empty == "error":
         message = f"{mask_name} is empty: none of its {tuple(mask_BT.shape)} entries is 1, so no token counts"
         require_values(valid_BT.any(), lambda: ValueError(message))
-    zero = scalar_zero(valid_BT)
+    zero = torch.zeros((), device=valid_BT.device)  # once: torch.where would fill another one for each number 0.0
     clean = [x if x is None else _clean(name, x, valid_BT, zero, mask_name) for name, x in tensors_BT.items()]
     for name, x in zip(tensors_BT, clean, strict=True):
         if x is not None and "logprobs" in name:
@@ -110,12 +110,8 @@ def read_rows(mask: Tensor | None, *, mask_name: str = "mask", **rows: Tensor) -
     if first.ndim != 1:
         raise ValueError(f"{first_name} has shape {tuple(first.shape)}, expected one dimension: a value for each row")
     valid = valid_entries(mask_name, mask, first)
-    return valid, [_clean(name, values, valid, scalar_zero(valid), first_name) for name, values in rows.items()]
-
-
-def scalar_zero(like: Tensor) -> Tensor:
-    """0 on a tensor's device, once for all its uses: torch.where would fill another one for each number 0.0."""
-    return torch.zeros((), device=like.device)
+    zero = torch.zeros((), device=valid.device)
+    return valid, [_clean(name, values, valid, zero, first_name) for name, values in rows.items()]
 
 
 def _clean(name: str, values: Tensor, valid: Tensor, zero: Tensor, other: str) -> Tensor:

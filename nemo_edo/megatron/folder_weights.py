@@ -7,7 +7,7 @@ transformers' model on the meta device tells the names and shapes, Bridge's mapp
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,9 +127,7 @@ def check_mapped(source: CheckedSource, bridge, chunks: list[torch.nn.Module]) -
         # A tied output layer is a copy of the embedding, which the first pipeline stage has.
         and not (name.startswith("output_layer.") and chunk.share_embeddings_and_output_weights)
     ]
-    ranks: list[list[str]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, own)
-    if names := sorted(set().union(*ranks)):
+    if names := _of_all_ranks(own):
         raise UserError(f"{source.path}: no tensor for Megatron's {_listed(names)}")
     return chunks
 
@@ -137,10 +135,14 @@ def check_mapped(source: CheckedSource, bridge, chunks: list[torch.nn.Module]) -
 def check_finite(source: CheckedSource) -> None:
     """Raises UserError, on every rank, for a tensor that a rank has loaded and that is not finite."""
     source.last_split = "", {}
-    ranks: list[set[str]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, source.not_finite)
-    if names := sorted(set().union(*ranks)):
+    if names := _of_all_ranks(source.not_finite):
         raise UserError(f"{_named(names, source.tensors)} not finite (NaN or infinite); the model is damaged")
+
+
+def _of_all_ranks(names: Iterable[str]) -> list[str]:
+    ranks: list[list[str]] = [[]] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, list(names))
+    return sorted(set().union(*ranks))
 
 
 def _wrong_shape(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> str:

@@ -122,10 +122,8 @@ def paired_difference(
     ``share``: the bootstrap's). Raises ValueError as these do.
     """
     check_level(level)
-    (sums_MP, counts_MP), resamples = (
-        ratio_data((sums_a, counts_a), (sums_b, counts_b)),
-        whole_number("resamples", resamples, least=1),
-    )
+    resamples = whole_number("resamples", resamples, least=1)
+    sums_MP, counts_MP = ratio_data((sums_a, counts_a), (sums_b, counts_b))
     totals_M = counts_MP.sum(axis=1)
     ratios_M = sums_MP.sum(axis=1) / totals_M
     asked = (counts_MP > 0).any(axis=0)

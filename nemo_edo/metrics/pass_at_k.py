@@ -38,10 +38,7 @@ def expected_vote_score(answers: Sequence[Hashable | None], reference: Hashable)
     """
     if reference is None:
         raise ValueError("reference is None, which means an abstention; expected an answer")
-    votes = Counter(answer for answer in answers if answer is not None)
-    most = max(votes.values(), default=0)
-    tied = sum(count == most for count in votes.values())
-    return 1.0 / tied if most and votes[reference] == most else 0.0
+    return vote_success(answers, [answer == reference for answer in answers])
 
 
 def vote_success(answers: Sequence[Hashable | None], successes: Sequence[bool]) -> float:

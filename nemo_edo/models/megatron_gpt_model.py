@@ -1,9 +1,13 @@
-"""What the model classes share: ModelPT around a Megatron policy, with NeMo-Aligner's life cycle; and the one of
-supervised fine-tuning."""
+"""What the model classes share: ModelPT around a Megatron policy, with NeMo-Aligner's life cycle, and its archives; and
+the class of supervised fine-tuning."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import shutil
+import tempfile
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from nemo.core.classes import ModelPT
+from nemo.core.connectors.save_restore_connector import SaveRestoreConnector
 from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -28,11 +33,11 @@ from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron.bridge import build_model
 from nemo_edo.megatron.forward_backward import Terms, forward_backward, logprobs_and_entropy, on_every_rank
+from nemo_edo.megatron.hf_export import export_hf_folder
 from nemo_edo.megatron.layer_spec import check_packing
 from nemo_edo.megatron.packing import input_shapes
-from nemo_edo.megatron.platform import device_and_groups
+from nemo_edo.megatron.platform import device_and_groups, enter, init_process_group
 from nemo_edo.megatron.policy import MegatronPolicy
-from nemo_edo.models.save_restore import MegatronSaveRestoreConnector
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
 
 
@@ -62,6 +67,59 @@ def model_config(
             **{name: OmegaConf.structured(value) for name, value in sections.items()},
         }
     )
+
+
+class MegatronSaveRestoreConnector(SaveRestoreConnector):
+    """``.nemo`` archives: ``model_config.yaml`` and a Hugging Face folder ``hf/``, which loads at any
+    tensor- and pipeline-parallel sizes, and in ``transformers``.
+
+    Every rank calls both methods; the archive's folder is staged next to it, on the file system all ranks share."""
+
+    def save_to(self, model, save_path: str) -> None:
+        staging = Path(f"{save_path}.staging")
+        export_hf_folder(model.built, staging / "hf")
+        if torch.distributed.get_rank() == 0:
+            config = OmegaConf.create(OmegaConf.to_container(model.cfg))
+            config.folder = None  # the archive's own
+            OmegaConf.save(config, staging / self.model_config_yaml)
+            self._make_nemo_file_from_folder(filename=f"{save_path}.part", source_dir=str(staging))
+            Path(f"{save_path}.part").replace(save_path)
+            shutil.rmtree(staging)
+        torch.distributed.barrier()
+
+    def restore_from(
+        self,
+        calling_cls,
+        restore_path: str,
+        override_config_path: DictConfig | str | None = None,
+        map_location=None,
+        strict: bool = True,
+        return_config: bool = False,
+        trainer=None,
+        validate_access_integrity: bool = True,
+    ):
+        """``map_location`` and ``strict`` are ModelPT's: the device is the platform's, every weight must be there."""
+        init_process_group(enter())
+        with contextlib.ExitStack() as cleanup:
+            archive, folder = Path(restore_path), [None]
+            if torch.distributed.get_rank() == 0:
+                folder = [tempfile.mkdtemp(prefix=f"{archive.name}.", dir=archive.parent)]
+                cleanup.callback(shutil.rmtree, folder[0])
+                self._unpack_nemo_file(path2file=str(archive), out_folder=folder[0])
+            torch.distributed.broadcast_object_list(folder)
+            unpacked = Path(folder[0])
+            config = OmegaConf.load(unpacked / self.model_config_yaml)
+            torch.distributed.barrier()  # every rank has read it
+            if override_config_path is not None:
+                given = override_config_path
+                config = OmegaConf.merge(config, OmegaConf.load(given) if isinstance(given, str) else given)
+            if return_config:
+                return config
+            instance = calling_cls(OmegaConf.merge(config, {"folder": str(unpacked / "hf")}), trainer=trainer)
+            torch.distributed.barrier()  # every rank has loaded: the first one's model takes the folder with it
+            # An export copies the tokenizer from the folder, so it lasts as long as the model.
+            weakref.finalize(instance, cleanup.pop_all().close)
+        return instance
 
 
 class MegatronGPTModel(ModelPT):

@@ -97,78 +97,46 @@ class CappedAttention(DotProductAttention):
         self.scale_mask_softmax = lambda scores, *rest: softmax(cap * torch.tanh(scores / cap), *rest)
 
 
-def _gemma2(provider: Any) -> Callable[[ModuleSpec], None]:
-    provider.softmax_scale, provider.window_attn_skip_freq = provider.query_pre_attn_scalar**-0.5, 2
-
-    def change(layer: ModuleSpec) -> None:
-        _norm_sums(layer, provider)
-        layer.submodules.self_attention.submodules.core_attention = CappedAttention
-
-    return change
-
-
-def _gemma3(provider: Any) -> Callable[[ModuleSpec], None]:
-    from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
-
-    provider.window_size = (provider.window_size - 1, 0)
-    provider.window_attn_skip_freq = sum(provider.interleaved_attn_pattern)
-    attention = type("RotatingGemma3SelfAttention", (Gemma3SelfAttention, RotatingSelfAttention), {})
-
-    def change(layer: ModuleSpec) -> None:
-        _norm_sums(layer, provider)
-        layer.submodules.self_attention.module = attention
-
-    return change
-
-
-def _exaone4(provider: Any) -> Callable[[ModuleSpec], None]:
-    def change(layer: ModuleSpec) -> None:
-        _norm_sums(layer, provider)
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
-
-    return change
-
-
-def _olmoe(provider: Any) -> Callable[[ModuleSpec], None]:
-    from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
-
-    if provider.tensor_model_parallel_size > 1:
-        raise UserError("OLMoE norms queries over all heads: set parallelism.tensor_model_parallel_size=1")
-    attention = type("RotatingOLMoESelfAttention", (RotatingSelfAttention, OLMoESelfAttention), {})
-
-    def change(layer: ModuleSpec) -> None:
-        layer.submodules.self_attention.module = attention
-
-    return change
-
-
-def _norm_sums(layer: ModuleSpec, provider: Any) -> None:
-    sums = ModuleSpec(module=NormedSum, params={"config": provider})
-    layer.submodules.self_attn_bda = layer.submodules.mlp_bda = sums
-
-
-OF_FAMILIES = {
-    "gemma2_layer_spec": _gemma2,
-    "gemma3_layer_spec": _gemma3,
-    "exaone4_layer_spec": _exaone4,
-    "olmoe_layer_spec": _olmoe,
-}
-"""By the name of Bridge's function that makes a family's layers."""
-
-
 def local_changes(provider: Any) -> Callable[[ModuleSpec], None]:
     """Sets the fields of a family's config that local layers need, and returns what changes a local layer into the
-    family's. Raises UserError for a family whose layers need Transformer Engine."""
+    family's. Raises UserError for a family whose layers need Transformer Engine.
+
+    Families are told apart by the name of Bridge's function that makes their layers."""
     spec = provider.transformer_layer_spec
     name = getattr(getattr(spec, "func", spec), "__name__", type(spec).__name__)
-    if name in PLAIN:
-        return lambda layer: None
-    if name not in OF_FAMILIES:
+    attention = None
+    if name == "gemma2_layer_spec":
+        provider.softmax_scale, provider.window_attn_skip_freq = provider.query_pre_attn_scalar**-0.5, 2
+    elif name == "gemma3_layer_spec":
+        from megatron.bridge.models.gemma.gemma3_provider import Gemma3SelfAttention
+
+        provider.window_size = (provider.window_size - 1, 0)
+        provider.window_attn_skip_freq = sum(provider.interleaved_attn_pattern)
+        attention = type("RotatingGemma3SelfAttention", (Gemma3SelfAttention, RotatingSelfAttention), {})
+    elif name == "olmoe_layer_spec":
+        from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
+
+        if provider.tensor_model_parallel_size > 1:
+            raise UserError("OLMoE norms queries over all heads: set parallelism.tensor_model_parallel_size=1")
+        attention = type("RotatingOLMoESelfAttention", (RotatingSelfAttention, OLMoESelfAttention), {})
+    elif name not in (*PLAIN, "exaone4_layer_spec"):
         raise UserError(
             f"Megatron-Bridge's layers of this model ({name}) need Transformer Engine and a GPU "
             f"({type(provider).__name__}); docs/models.md lists the families that train without"
         )
-    return OF_FAMILIES[name](provider)
+
+    def change(layer: ModuleSpec) -> None:
+        parts = layer.submodules
+        if name in ("gemma2_layer_spec", "gemma3_layer_spec", "exaone4_layer_spec"):
+            parts.self_attn_bda = parts.mlp_bda = ModuleSpec(module=NormedSum, params={"config": provider})
+        if name == "exaone4_layer_spec":
+            parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+        if name == "gemma2_layer_spec":
+            parts.self_attention.submodules.core_attention = CappedAttention
+        if attention is not None:
+            parts.self_attention.module = attention
+
+    return change
 
 
 def complete_tables() -> None:

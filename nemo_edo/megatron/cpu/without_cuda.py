@@ -1,7 +1,7 @@
 """What answers on a machine without CUDA where megatron-core 0.19 and Megatron-Bridge 0.6 assume it.
 
-For each place there is one adaptation below, which replaces a function of torch or of Megatron in this process. Its
-docstring says what fails without it, tried with these versions. ``adapt`` is called once, by ``platform.enter``.
+Each adaptation below replaces functions of torch or of Megatron in this process. Its docstring says what fails without
+it, tried with these versions. ``adapt`` is called once, by ``platform.enter``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,10 @@ CONFIG = {
 
 def adapt() -> None:
     """Applies every adaptation; none can be taken back."""
-    for apply in ADAPTATIONS.values():
+    for apply in (fused_kernels, _torch_cuda, _device_argument, _tensor_type, _random_state, _experts):
         apply()
+    with _uncompiled():  # Bridge's Gemma 2 compiles its attention as it is imported
+        import_bridge()
 
 
 @contextlib.contextmanager
@@ -49,7 +51,7 @@ def _uncompiled() -> Iterator[None]:
         torch.compile = compile_function
 
 
-def _fused_kernels() -> None:
+def fused_kernels() -> None:
     """``CONFIG`` chooses none of Megatron's fused kernels here; the few that models use anyway run as they are written.
 
     megatron.core.jit chooses what decorates them, for modules that are imported later too. It does nothing where
@@ -59,11 +61,33 @@ def _fused_kernels() -> None:
         import megatron.core.jit  # noqa: F401
 
 
-def _current_device() -> None:
-    """Megatron allocates on ``torch.cuda.current_device()``, an index that only CUDA knows. Without it no model can be
-    wrapped for data parallelism (``param_and_grad_buffer``)."""
+class _NoStream:
+    """Stands in for a CUDA stream where there is only one order of execution."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        pass
+
+    def wait_stream(self, stream) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self, event=None) -> _NoStream:
+        return self  # all that came before it is done, as a stream's own ``synchronize`` says
+
+
+def _torch_cuda() -> None:
+    """Megatron allocates on ``torch.cuda.current_device()``, an index that only CUDA knows: without it no model can be
+    wrapped for data parallelism (``param_and_grad_buffer``). Checkpoints and point-to-point communication wait for the
+    GPU: without it no checkpoint is written. Bridge wraps models for data parallelism on a side stream, and experts'
+    counts are copied on another: without it no model is built."""
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.set_device = lambda device: None
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.Stream = _NoStream
+    torch.cuda.current_stream = lambda device=None: _NoStream()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
 FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand", "randn", "tensor", "triu", "zeros",
@@ -109,11 +133,6 @@ def _tensor_type() -> None:
     torch.Tensor.type = named
 
 
-def _synchronize() -> None:
-    """Checkpoints and point-to-point communication wait for the GPU. Without it no checkpoint is written."""
-    torch.cuda.synchronize = lambda device=None: None
-
-
 def _random_state() -> None:
     """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's replaces it. Without it no seed
     can be set, and no model built."""
@@ -126,49 +145,22 @@ def _random_state() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-class _NoStream:
-    """Stands in for a CUDA stream where there is only one order of execution."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        pass
-
-    def wait_stream(self, stream) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self, event=None) -> _NoStream:
-        return self  # all that came before it is done, as a stream's own ``synchronize`` says
-
-
-def _streams() -> None:
-    """Bridge wraps models for data parallelism on a side stream; experts' counts are copied on another. Without it no
-    model is built."""
-    torch.cuda.Stream = _NoStream
-    torch.cuda.current_stream = lambda device=None: _NoStream()
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
-
-
-def _expert_counts() -> None:
+def _experts() -> None:
     """Experts' tokens are exchanged by counts that become plain numbers on their way from the GPU. Without it they stay
-    tensors, which ``all_to_all_single`` refuses: experts could not be split over processes."""
+    tensors, which ``all_to_all_single`` refuses: experts could not be split over processes.
+
+    Experts add their bias in place to what a row-parallel layer returns. Without it gpt-oss takes no backward pass:
+    in one process that is an autograd function's own input, which torch lets nobody change."""
+    from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.moe import token_dispatcher
 
     def to_numbers(tensor, as_numpy: bool = False, record_stream: bool = False):
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
-    token_dispatcher.maybe_move_tensor_to_cpu = to_numbers
-
-
-def _expert_biases() -> None:
-    """Experts add their bias in place to what a row-parallel layer returns. Without it gpt-oss takes no backward pass:
-    in one process that is an autograd function's own input, which torch lets nobody change."""
-    from megatron.core.tensor_parallel import layers
-
     def unless_alone(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda part, group=None: part if group is not None and group.size() == 1 else reduce(part, group=group)
 
+    token_dispatcher.maybe_move_tensor_to_cpu = to_numbers
     for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
         setattr(layers, name, unless_alone(getattr(layers, name)))
 
@@ -224,23 +216,3 @@ def import_bridge() -> None:
         for name in stand_ins:
             del sys.modules[name]
     utils.HAVE_TE = False
-
-
-def _bridge() -> None:
-    """Bridge's Gemma 2 compiles its attention as it is imported."""
-    with _uncompiled():
-        import_bridge()
-
-
-ADAPTATIONS: dict[str, Callable[[], None]] = {
-    "fused_kernels": _fused_kernels,
-    "current_device": _current_device,
-    "device_argument": _device_argument,
-    "tensor_type": _tensor_type,
-    "synchronize": _synchronize,
-    "random_state": _random_state,
-    "streams": _streams,
-    "expert_counts": _expert_counts,
-    "expert_biases": _expert_biases,
-    "bridge_import": _bridge,
-}
