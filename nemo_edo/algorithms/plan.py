@@ -43,8 +43,7 @@ class Plan:
 
     def collection_problems(self, t: int) -> list[Problem]:
         """The problems of iteration t. A pass over the set is cut into whole collections, so that none has a problem
-        twice;
-        what remains of a pass is left out of it."""
+        twice; what remains of a pass is left out of it."""
         if self.collection_size == len(self.problems):
             return list(self.problems)
         rounds = len(self.problems) // self.collection_size

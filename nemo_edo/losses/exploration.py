@@ -21,8 +21,7 @@ from nemo_edo.losses.term import LossTerm, Reduction, per_token, read_tokens, to
 
 def step_weight(config: GRPOLossConfig | DPOLossConfig, exploration_weight: float | None) -> float:
     """The term's weight in an optimizer step: the given one, or the configured one. Raises ValueError for a weight that
-    is
-    negative or not finite: the term's sign is in the loss."""
+    is negative or not finite: the term's sign is in the loss."""
     if exploration_weight is None:
         return config.exploration_weight
     check_coefficient("exploration_weight", exploration_weight)

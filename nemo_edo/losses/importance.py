@@ -28,8 +28,8 @@ def truncated_importance_weights(
 ) -> Tensor:
     """min(pi / behavior, cap), detached: [B, T], 0 at padding.
 
-    TIS (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training") with pi = pi_old and
-    behavior = pi_gen; with behavior = mu, the weights of ``exploration_term`` for samples of mu.
+    TIS (Yao et al. 2025) with pi = pi_old and behavior = pi_gen; with behavior = mu, the weights of
+    ``exploration_term`` for samples of mu.
 
     logprobs, behavior_logprobs: [B, T] natural log-probabilities of the sampled tokens under pi and their sampler.
     mask: [B, T], 1 where a response token counts. cap: finite, above 0; truncation is in log space, so no ratio
@@ -53,11 +53,10 @@ def icepop_weights(
 ) -> Tensor:
     """k = pi / behavior where low <= k <= high, otherwise 0; detached: [B, T], 0 at padding.
 
-    IcePop (Ling team 2025, "Every step evolves: scaling reinforcement learning for trillion-scale thinking model") with
-    pi = pi_old and behavior = pi_gen: a token outside the bounds does not train (but counts); one inside is weighted by
-    its ratio, not by 1. Their bounds are 0.5 and 5. With level "sequence" and low 0, responses above a cap are left out
-    instead of truncated (TRL's sequence_mask). Arguments as for ``truncated_importance_weights``; 0 <= low < high, high
-    finite, otherwise ValueError.
+    IcePop (Ling team 2025) with pi = pi_old and behavior = pi_gen: a token outside the bounds does not train (but
+    counts). Their bounds are 0.5 and 5. With level "sequence" and low 0, responses above a cap are left out instead of
+    truncated (TRL's sequence_mask). Arguments as for ``truncated_importance_weights``; 0 <= low < high, high finite,
+    otherwise ValueError.
     """
     valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
     _check_bounds(low, high, log_ratio)
@@ -72,11 +71,9 @@ def sequence_masked_weights(
     """k = pi / behavior at each token of a response whose geometric mean of k is in [low, high], otherwise 0; detached:
     [B, T], 0 at padding.
 
-    Sequence-masked TIS (Liu et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the
-    Training-Inference Mismatch"; NeMo-RL's seq-mask-tis): a response that its sampler's numbers fit badly does not
-    train at all, and the tokens of the others have their own ratios, which nothing truncates. The bounds are close to
-    1: 0.999 and 1.002. Arguments as for ``icepop_weights``. Raises ValueError, too, for a ratio that overflows in a
-    response that trains.
+    Sequence-masked TIS (Liu et al. 2025; NeMo-RL's seq-mask-tis): a response that its sampler's numbers fit badly does
+    not train at all. The bounds are close to 1: 0.999 and 1.002. Arguments as for ``icepop_weights``. Raises
+    ValueError, too, for a ratio that overflows in a response that trains.
     """
     valid, log_ratio = _read(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs)
     _check_bounds(low, high, log_ratio)

@@ -48,7 +48,7 @@ def gspo_config(**changes: Any) -> GRPOLossConfig:
 
 
 def cispo_config(**changes: Any) -> GRPOLossConfig:
-    """CISPO (MiniMax 2025, "MiniMax-M1", eq. 4): the gradient of every token's log pi_theta, weighted by its ratio;
+    """CISPO (MiniMax 2025, eq. 4): the gradient of every token's log pi_theta, weighted by its ratio;
     this has no lower bound and is cut off at 5 (Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute
     for LLMs"); the mean over all tokens, no KL. Exploration as for ``dapo_config``."""
     return _variant(changes, surrogate="cispo", clip_low=1.0, clip_high=4.0, aggregation="token-mean", beta=0.0)
@@ -312,10 +312,10 @@ def _clipped(held: dict[str, Tensor]) -> dict[str, Tensor]:
 
 # --- Clip-Cov and KL-Cov --------------------------------------------------------------------------------------------
 #
-# Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models": entropy falls at the
-# rate of the covariance between log-probability and advantage, and few tokens carry it, which these functions select
-# for ``grpo_loss``. Run them over the whole global batch, before it is split: means and ranks inside a micro-batch
-# would make the gradient depend on the split. The log-probabilities may be those of pi_old, which are at hand then.
+# Cui et al. 2025: entropy falls at the rate of the covariance between log-probability and advantage, and few tokens
+# carry it, which these functions select for ``grpo_loss``. Run them over the whole global batch, before it is split:
+# means and ranks inside a micro-batch would make the gradient depend on the split. The log-probabilities may be those
+# of pi_old, which are at hand then.
 
 
 @checked

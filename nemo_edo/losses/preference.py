@@ -162,8 +162,7 @@ def ed_idpo_loss(
 ) -> tuple[LossTerm, LossTerm, dict[str, LossTerm]]:
     """The minimised ED-iDPO loss in two terms, to be divided by two global counts and added, and its metrics:
 
-        total = preference.mean() + exploration.mean() L = E_pairs[-log sigmoid(beta * margin)] + alpha * beta *
-        E_{y~pi_old}[log pi_theta(y) - log pi_old(y)]
+        L = E_pairs[-log sigmoid(beta * margin)] + alpha * beta * E_{y~pi_old}[log pi_theta(y) - log pi_old(y)]
 
     preference: ``preference_loss``; count = pairs. exploration: ``exploration_term`` times the exploration weight;
     count = sampled responses. With weight 0 (ETO) it is a constant 0 without graph, and the total is bit-equal to the
@@ -171,8 +170,7 @@ def ed_idpo_loss(
 
     The preference term ignores lowering y_w and y_l together, and exploration rewards it: for any alpha > 0 the sum has
     no lower bound unless config.log_ratio_floor gives one. For a chosen response alone, explored with its own pair and
-    y_l
-    fixed, the optimum is finite: beta * margin = log((1 - alpha) / alpha).
+    y_l fixed, the optimum is finite: beta * margin = log((1 - alpha) / alpha).
 
     policy_chosen, policy_rejected, ref_chosen, ref_rejected: [P], as for ``dpo_loss``; pair_mask: [P], 1 where one
     counts.

@@ -256,9 +256,8 @@ def entropy_bonus(
 
 
 def kl_per_token(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
-    """Estimates of KL(pi_theta || pi_ref) at each token, in nats, not reduced (Schulman 2020, "Approximating KL
-    divergence"; for their gradients, Tang and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for
-    RL").
+    """Estimates of KL(pi_theta || pi_ref) at each token, in nats, not reduced (Schulman 2020; for their gradients, Tang
+    and Munos 2025, "On a few pitfalls in KL divergence gradient estimation for RL").
 
     With d = log pi_theta - log pi_ref on a token sampled from pi_theta:
 
