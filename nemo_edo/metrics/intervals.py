@@ -105,10 +105,7 @@ def mean_p_value(values: Sequence[float]) -> float:
 
     Values that are all equal give 0, or 1 where they are 0. Raises ValueError as ``mean_interval`` does.
     """
-    mean = mean_interval(values).mean
-    if len(values) == 1:
-        return math.nan
-    error = float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) / math.sqrt(len(values))
+    mean, error = mean_interval(values).mean, _standard_error(values)
     return float(mean == 0) if error == 0 else float(2 * stdtr(len(values) - 1, -abs(mean) / error))
 
 
@@ -119,11 +116,13 @@ def detectable(values: Sequence[float], *, level: float = 0.05, power: float = P
     From the noncentral t distribution. Raises ValueError as ``mean_interval`` does.
     """
     mean_interval(values)
-    if len(values) == 1:
-        return math.nan
-    error = float(np.std(np.asarray(values, dtype=np.float64), ddof=1)) / math.sqrt(len(values))
+    error = _standard_error(values)
     least = stdtrit(len(values) - 1, 1 - level / 2)
     return float(error * nctdtrinc(len(values) - 1, 1 - power, least))
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def check_level(level: float) -> None:

@@ -14,7 +14,6 @@ from nemo_edo.losses import (
     LossTerm,
     ed_idpo_loss,
     entropy_bonus,
-    exploration_term,
     floor_share,
     grpo_exploration,
     grpo_loss,
@@ -47,8 +46,10 @@ class MegatronGPTExploringModel(MegatronGPTModel):
     # --- the exploration term --------------------------------------------------------------------------------------
 
     @abstractmethod
-    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
-        """The exploration term of a micro-batch, at weight 1."""
+    def exploration_alone(
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float
+    ) -> Terms:
+        """A loss whose term "exploration" is the exploration term alone."""
 
     @abstractmethod
     def exploration_count(self, batch: TrainingBatch) -> float:
@@ -63,12 +64,6 @@ class MegatronGPTExploringModel(MegatronGPTModel):
         if task == 0:
             return float("inf") if exploration > 0 else 0.0
         return exploration / task
-
-    def exploration_alone(
-        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float
-    ) -> Terms:
-        """The exploration term as a loss."""
-        return {"exploration": self.exploration(logprobs, batch).scaled(exploration_weight)}, {}
 
     def _gradient_norm(self, share: Share, loss: LossFunction, exploration_weight: float) -> float:
         self.prepare_for_training_step()
@@ -143,7 +138,7 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
         metrics["entropy"] = reduce_tokens(entropies.detach(), mask, "token-mean", on_empty="zero")
         terms = {"grpo": term}
         if not explores_own:
-            exploration, floored = self.exploration(logprobs, batch), settings.log_ratio_floor
+            exploration, floored = self._exploration(logprobs, batch), settings.log_ratio_floor
             terms["exploration"] = exploration.scaled(exploration_weight)
             metrics["exploration"] = exploration.detached()
             metrics["floor_fraction"] = floor_share(logprobs, batch.old_logprobs, batch.explored.mask, floored)
@@ -153,7 +148,13 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
         own = {"grpo": self._count(batch.own)}
         return own if batch.older is None else {**own, "exploration": self.exploration_count(batch)}
 
-    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
+    def exploration_alone(
+        self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float
+    ) -> Terms:
+        return {"exploration": self._exploration(logprobs, batch).scaled(exploration_weight)}, {}
+
+    def _exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
+        """At weight 1."""
         return grpo_exploration(
             logprobs,
             batch.old_logprobs,
@@ -192,7 +193,7 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
             ref_B[1::2],
             logprobs,
             batch.old_logprobs,
-            _explored(batch),
+            batch.mask * (batch.exploration_factors != 0)[:, None],
             settings,
             pair_mask=batch.pair_role[0::2] == 1,
             exploration_weight=exploration_weight,
@@ -212,21 +213,7 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
         pairs = float((batch.pair_role == 1).sum())
         return {"preference": pairs, "exploration": self.exploration_count(batch)}
 
-    def exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
-        settings = self.settings
-        return exploration_term(
-            logprobs,
-            batch.old_logprobs,
-            _explored(batch),
-            reduction="seq-mean-token-mean" if settings.length_normalized else "seq-sum",
-            log_ratio_floor=settings.log_ratio_floor,
-            on_empty="zero",
-        )
+    exploration_alone = loss  # its term "exploration" is a separate one
 
     def exploration_count(self, batch: TrainingBatch) -> float:
         return float((batch.exploration_factors != 0).sum())
-
-
-def _explored(batch: TrainingBatch) -> Tensor:
-    """[B, T], 1 at the tokens that the exploration term runs over."""
-    return batch.mask * (batch.exploration_factors != 0)[:, None]
