@@ -138,6 +138,19 @@ def test_an_argument_that_does_not_fit_is_named(random_batch, name, broken):
             call(name, {**tensors, key: wrong}, batch.mask)
 
 
+@pytest.mark.parametrize("name", [name for name in DIFFERENTIABLE if "sequence_logprobs" not in name])
+@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
+def test_an_empty_mask_is_an_error_or_gives_zero_with_a_gradient_of_zeros(name, shape):
+    function, names = FUNCTIONS[name]
+    tensors = {key: torch.full(shape, torch.nan, requires_grad=True) for key in names}
+    with pytest.raises(ValueError, match="mask.* is empty"):
+        call(name, tensors, torch.zeros(shape))
+    mask = {"mask_BT" if "_BT" in names[0] else "mask": torch.zeros(shape)}
+    total, count, *_ = flat(function(**tensors, **mask, on_empty="zero"))
+    assert (total.item(), int(count), LossTerm(total, count).mean().item()) == (0, 0, 0)
+    assert torch.equal(torch.autograd.grad(total, tensors[names[0]])[0], torch.zeros(shape))
+
+
 SUMS_AND_COUNTS = ("sft_loss", "entropy_bonus", "ppo_clip_loss", "reduce_tokens", "exploration", "noise",
                    "floor_share", "sampler_gap")
 

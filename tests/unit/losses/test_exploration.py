@@ -55,20 +55,6 @@ def test_the_matrix_of_the_term_is_zero_at_padding_and_reduces_to_the_term(rando
     assert torch.equal(*(grad(term.sum, batch.logprobs, retain_graph=True)[0] for term in (found, expected)))
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (0, 3), (2, 0)])
-def test_for_an_empty_mask_every_form_of_the_term_is_an_error_or_zero_with_a_gradient(shape):
-    logprobs, empty = torch.zeros(shape, requires_grad=True), torch.zeros(shape)
-    forms = [exploration_per_token] + [
-        lambda *a, term=term, **k: term(*a, reduction="token-mean", **k).mean()
-        for term in (exploration_term, exploration_noise_term)
-    ]
-    for form in forms:
-        with pytest.raises(ValueError, match="mask is empty"):
-            form(logprobs, empty, empty)
-        value = form(logprobs, empty, empty, on_empty="zero").sum()
-        assert value == 0 and torch.equal(grad(value, logprobs)[0], empty)
-
-
 @few
 @given(seed=seeds, floor=st.floats(-0.6, -0.01))
 def test_below_the_floor_the_value_is_the_floor_and_the_gradient_exactly_zero(random_batch, seed, floor):

@@ -4,22 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.split_cases import loss
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.data.shares import MicroBatching
-from nemo_edo.losses import LossTerm
 from nemo_edo.megatron import output_layer
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.parallel import logprobs
 
 CUT = {"micro_batching": MicroBatching(2), "temperature": 0.7}
-
-
-def loss(logprobs, entropies, micro, _=0.0):
-    """Of both results, so that the gradients tell of both."""
-    total = -((logprobs + 0.1 * entropies) * micro.advantages[:, None] * micro.mask).sum()
-    return {"loss": LossTerm(total, micro.mask.sum())}, {}
 
 
 @pytest.fixture(autouse=True)

@@ -70,6 +70,7 @@ def norm(tensors) -> float:
     {}, {"length_normalized": True}, {"preference_loss": "ipo"}, {"label_smoothing": 0.2}, {"log_ratio_floor": -1.0},
     {"alpha": 0.7, "exploration_coefficient": None}, {"micro_batch_size": 8},
     {"micro_batch_size": 8, "micro_batch_tokens": 30}, {"micro_batch_tokens": 40, "packing": True},
+    {"micro_batch_tokens": 40, "packing": True, "share_prompts": True},
 ], ids=str)
 def test_loss_and_gradients_are_those_of_the_equation_with_two_denominators(make_model, tiny, pairs, dense, changes):
     settings = replace(ED_IDPO, **changes)

@@ -1,4 +1,4 @@
-"""What ED-GRPO and ED-iDPO share: the exploration weight, the ratio of gradients, the cut of a batch, the reference."""
+"""What ED-GRPO and ED-iDPO share: the exploration weight, the ratio of gradients, the reference."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,20 +25,20 @@ OLDER = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
 
 @pytest.fixture(params=["grpo", "grpo with older samples", "idpo"])
 def arm(request, make_model, tiny, pairs):
-    """Models of one kind, a batch, the batch with shared prompts, and one where only exploration has a gradient."""
+    """Models of one kind, a batch, and one where only exploration has a gradient."""
     if request.param == "idpo":
-        settings, batch, prompts = ED_IDPO, pairs, {1: 0, 3: 0}
+        settings, batch = ED_IDPO, pairs
         alone, exploring = {}, batch.with_fields(pair_role=torch.zeros(8, dtype=torch.int64))
     else:
         settings = replace(ED_GRPO, optimizer=OPTIMIZER, entropy_coefficient=0.1)
-        batch, prompts = tiny.random_batch(rows=5), {1: 0, 4: 2}
+        batch = tiny.random_batch(rows=5)
         if request.param != "grpo":
             batch = tiny.random_batch(rows=7).with_fields(older=OLDER)
         alone = {"beta": 0.0, "entropy_coefficient": 0.0}
         exploring = batch.with_fields(advantages=torch.zeros(batch.size))
     return SimpleNamespace(
-        make=lambda **changes: make_model(replace(settings, **changes)), batch=batch,
-        sharing=tiny.with_shared_prompts(batch, prompts), exploring=exploring, exploring_alone=alone,
+        make=lambda **changes: make_model(replace(settings, **changes)), batch=batch, exploring=exploring,
+        exploring_alone=alone,
     )
 
 
@@ -104,27 +104,6 @@ def test_asking_for_the_ratio_of_gradients_leaves_no_gradient_and_changes_no_ste
     (not_asked, expected), (asked, weights) = results
     assert asked == not_asked
     assert all(map(torch.equal, weights, expected))
-
-
-@pytest.mark.parametrize("cut", [
-    {"micro_batch_size": 4}, {"micro_batch_size": 8}, {"micro_batch_size": 8, "micro_batch_tokens": 24},
-    {"micro_batch_size": 4, "micro_batch_tokens": 40}, {"micro_batch_tokens": 40, "packing": True},
-    {"micro_batch_tokens": 40, "packing": True, "share_prompts": True},
-], ids=str)
-def test_steps_do_not_depend_on_how_a_batch_is_cut(arm, as_collected, cut):
-    def trained(**cut):
-        model = arm.make(**cut)
-        start, batch = model.policy.snapshot(), as_collected(model, arm.sharing)
-        return *train(model, batch), start
-
-    metrics, weights, start = trained(**cut)
-    expected_metrics, expected, _ = trained(micro_batch_size=2)
-    for found, wanted in zip(metrics, expected_metrics, strict=True):
-        ours, theirs = ({k: v for k, v in step.items() if k != "padding_share"} for step in (found, wanted))
-        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    for found, wanted, before in zip(weights, expected, start, strict=True):
-        assert (wanted - before).abs().max() > 1e-4, "nothing to compare"
-        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("changes", [{"micro_batch_size": 1}, {"micro_batch_size": 5}, {"micro_batch_tokens": 30}],

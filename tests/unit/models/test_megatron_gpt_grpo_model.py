@@ -153,17 +153,19 @@ def mean_over(rows, values, mask):
     return ((values * mask).sum(dim=1) / mask.sum(dim=1))[rows].mean()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("cut", [
+    {"micro_batch_size": 1}, {"micro_batch_size": 3}, {"micro_batch_size": 8},
+    {"micro_batch_tokens": 40, "packing": True, "share_prompts": True},
+], ids=str)
 @pytest.mark.parametrize("control", ["none", "noise"])
 def test_with_older_samples_the_gradient_is_grpos_of_own_rows_plus_explorations_of_the_older_ones(
-    make_model, tiny, tiny_qwen2, rows, control
+    make_model, tiny, tiny_qwen2, cut, control
 ):
     """By autograd through ``transformers``: two means with separate denominators, and a floor against the older policy
     (in nats: log-ratios here are far apart)."""
     older = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
-    batch = tiny.random_batch(rows=5, seed=3).with_fields(older=older)
-    settings = replace(ED_GRPO, log_ratio_floor=-2.0, entropy_coefficient=0.2, micro_batch_size=rows,
-                       exploration_control=control)
+    batch = tiny.with_shared_prompts(tiny.random_batch(rows=5, seed=3), {1: 0, 4: 2}).with_fields(older=older)
+    settings = replace(ED_GRPO, log_ratio_floor=-2.0, entropy_coefficient=0.2, exploration_control=control, **cut)
     dense = tiny.load_dense(tiny_qwen2)
     logprobs, entropies = tiny.dense_logprobs(dense, batch.tokens, TEMPERATURE)
     log_ratio, advantages = logprobs - batch.old_logprobs, batch.advantages[:, None]

@@ -1,4 +1,5 @@
 import gc
+import io
 import tarfile
 
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, SFTConfig
 from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
+from nemo_edo.models.megatron_gpt_model import MegatronSaveRestoreConnector
 
 OPTIMIZER = OptimizerConfig(lr=2e-3)
 CONFIGS = {
@@ -90,3 +92,21 @@ def test_return_config_gives_the_config_alone_and_an_override_replaces_its_value
     restored = type(model).restore_from(str(archive), override_config_path=override)
     assert restored.settings.micro_batch_size == 6
     assert restored.settings.optimizer == model.settings.optimizer
+
+
+def test_an_archive_writes_nothing_outside_its_folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "secret").write_text("untouched")
+    with tarfile.open(tmp_path / "foreign.nemo", "w") as tar:
+        for name in ("good", "../secret", f"{tmp_path}/secret", "hf/../../secret"):
+            member = tarfile.TarInfo(name)
+            member.size = 3
+            tar.addfile(member, io.BytesIO(b"new"))
+        for name, kind in (("soft", tarfile.SYMTYPE), ("hard", tarfile.LNKTYPE)):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = kind, "../secret"
+            tar.addfile(member)
+    MegatronSaveRestoreConnector._unpack_nemo_file(str(tmp_path / "foreign.nemo"), str(tmp_path / "out"))
+    assert (tmp_path / "secret").read_text() == "untouched"
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["good"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign.nemo", "out", "secret"]
