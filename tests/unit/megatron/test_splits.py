@@ -1,9 +1,13 @@
+"""Which splits model, world and machine allow; and a machine without CUDA is adapted: what asks for it gets the CPU."""
+
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
+from nemo_edo.megatron import platform
 from nemo_edo.megatron.precision import DeviceSupport
 from nemo_edo.megatron.splits import check_device, check_splits, check_world
 
@@ -66,3 +70,20 @@ def test_a_world_is_refused_unless_it_is_a_multiple_of_what_is_said(split, world
     check_world(ParallelismConfig(**split), world)
     with pytest.raises(UserError, match=rf"needs a multiple of {product} processes, got {world - 2} "):
         check_world(ParallelismConfig(**split), world - 2)
+
+
+@pytest.mark.parametrize(("visible", "chosen"), [(8, 3), (4, 3), (1, 0)])  # 1: as where Slurm shows a task its own
+def test_a_nodes_fourth_process_takes_its_gpu(monkeypatch, visible, chosen):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
+    assert platform.local_gpu(3) == torch.device("cuda", chosen)
+
+
+def test_cuda_means_the_cpu_and_a_block_that_names_a_device_still_does():
+    assert platform.enter(1) == torch.device("cpu")
+    plain = torch.ones(2)
+    asked = [torch.zeros(2, device="cuda"), torch.tensor(2.0, device="cuda:0"), torch.empty(2, device="meta"), plain]
+    assert [one.device.type for one in asked] == ["cpu", "cpu", "meta", "cpu"]
+    with torch.device("meta"):
+        within = [torch.zeros(2), torch.tensor(2.0), torch.empty_like(torch.ones(2)), torch.ones(2, device="cpu")]
+    assert [one.device.type for one in within] == ["meta", "meta", "meta", "cpu"]
+    assert plain.cuda() is plain and plain.type() == "torch.cuda.FloatTensor"
