@@ -52,13 +52,16 @@ def make(
     weak_fact_share: float = 0.25,
     weak_fact_accuracy: float = 0.35,
     step_noise: float = 0.1,
+    warmup_repeats: bool = False,
     seed: int = 0,
     **settings: Any,
 ) -> dict[str, list[Problem]]:
     """The splits "warmup", "train" and "test" of the task ``name``, whose own settings are ``settings``.
 
-    No problem is in two splits, or twice in one; the seed and the settings alone fix all of them. Only the warm-up's
-    solutions have mistakes (``mistakes.Mistakes``); train and test have answers and no solution.
+    No problem is in two splits, or twice in one; with ``warmup_repeats`` the warm-up has problems again and again, in
+    other orders and with other solutions, so that it learns facts and not solutions by heart. The seed and the settings
+    alone fix all of them. Only the warm-up's solutions have mistakes (``mistakes.Mistakes``); train and test have
+    answers and no solution.
 
     Raises UserError for an unknown task or setting, a share outside [0, 1], and where the task has too few problems.
     """
@@ -74,6 +77,7 @@ def make(
         _task(name, settings)(Mistakes(name, seed, **shares), random.Random(f"{name} problems {seed}"), **settings),
         name,
         sizes,
+        warmup_repeats,
     )
     return {
         split: [
@@ -98,13 +102,15 @@ def _task(name: str, settings: dict[str, Any]) -> Callable[..., Iterator[Item]]:
     return function
 
 
-def _different(items: Iterator[Item], name: str, sizes: dict[str, int]) -> Iterator[Item]:
-    """The items without repetitions."""
+def _different(items: Iterator[Item], name: str, sizes: dict[str, int], warmup_repeats: bool) -> Iterator[Item]:
+    """The items without repetitions, but for those of the warm-up among themselves with ``warmup_repeats``."""
     seen: set[Hashable] = set()
     wanted = sum(sizes.values())
+    unlike = wanted - sizes["warmup"] if warmup_repeats else wanted
     for item in islice(items, ATTEMPTS_PER_PROBLEM * wanted):
         if item.key not in seen:
-            seen.add(item.key)
+            if len(seen) < unlike:
+                seen.add(item.key)
             yield item
     raise UserError(
         f"data.source_args: {name} gave {len(seen)} different problems, fewer than the {wanted} of warmup_problems + "

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any
 
 from examples.study_tasks.family import Item
-from nemo_edo.builtin_task.arithmetic import Mistakes
+from nemo_edo.builtin_task.arithmetic import Mistakes, derive, unordered
 from nemo_edo.errors import UserError
 
 CHUNK = 1024
@@ -20,16 +20,38 @@ _QUESTION = {"chain": r": (.*) =", "gcd": r": ([0-9, ]*)\.", "legs": r"if you ha
 """What of reasoning-gym's question the prompt keeps: the sentence around it is the same in every problem."""
 
 
-def chain(mistakes: Mistakes, rng: random.Random, *, terms: int = 5, digits: int = 1) -> Iterator[Item]:
-    """chain_sum: ``8 - 3 + 9``, from left to right. Wrong results are off by one or two."""
+def chain(
+    mistakes: Mistakes,
+    rng: random.Random,
+    *,
+    terms: int = 5,
+    digits: int = 1,
+    any_order: bool = False,
+    farthest: int = 2,
+) -> Iterator[Item]:
+    """chain_sum: ``8 - 3 + 9``, from left to right.
+
+    any_order: merge any two of the terms, each with its sign, in each step: ``-3 + 9 = 6``. farthest: how far off a
+    wrong result is at most."""
+    errors = [error for error in range(-farthest, farthest + 1) if error]
+
+    def stated_sum(first: int, second: int) -> int:
+        right = first + second
+        return mistakes.stated(unordered(first, second), right, [right + error for error in errors], rng)
+
     settings = {"min_terms": terms, "max_terms": terms, "min_digits": digits, "max_digits": digits}
     for item in _items("chain_sum", settings, rng):
         first, *rest = re.findall(r"[-+]? ?\d+", item["metadata"]["expression"])
+        if any_order:
+            numbers = tuple(int(term.replace(" ", "")) for term in (first, *rest))
+            *lines, last = derive(numbers, stated_sum, rng).split("\n")
+            yield _worked("chain", item, lines, int(last.removeprefix("#### ")), key=tuple(sorted(numbers)))
+            continue
         total, lines = int(first), []
         for term in rest:
             sign, number = term[0], int(term[1:])
             right = total + number if sign == "+" else total - number
-            stated = mistakes.stated(f"{total} {sign} {number}", right, [right + error for error in ERRORS], rng)
+            stated = mistakes.stated(f"{total} {sign} {number}", right, [right + error for error in errors], rng)
             lines.append(f"{total} {sign} {number} = {stated}")
             total = stated
         yield _worked("chain", item, lines, total, key=item["metadata"]["expression"])
@@ -51,14 +73,32 @@ def gcd(mistakes: Mistakes, rng: random.Random, *, largest: int = 99) -> Iterato
         yield _worked("gcd", item, lines, larger, key=tuple(sorted(numbers)))
 
 
-def legs(mistakes: Mistakes, rng: random.Random, *, animals: int = 3, most_of_each: int = 9) -> Iterator[Item]:
-    """leg_counting, in any order of the animals: the legs of each kind, then their sum. The weak facts are kinds."""
+def legs(
+    mistakes: Mistakes, rng: random.Random, *, animals: int = 3, most_of_each: int = 9, farthest_sum: int = 0
+) -> Iterator[Item]:
+    """leg_counting, in any order of the animals: the legs of each kind, then their sum. The weak facts are kinds.
+
+    With ``farthest_sum``, by how many pairs of legs a wrong sum is off at most, all legs come first, merged then in any
+    order, and the weak facts are sums."""
+    errors = [2 * error for error in range(-farthest_sum, farthest_sum + 1) if error]
+
+    def stated_sum(first: int, second: int) -> int:
+        right = first + second
+        wrong = [right + error for error in errors if right + error >= 0]
+        return mistakes.stated(unordered(first, second), right, wrong, rng)
+
     settings = {"min_animals": animals, "max_animals": animals, "min_instances": 1, "max_instances": most_of_each}
     for item in _items("leg_counting", settings, rng):
         from reasoning_gym.arithmetic.leg_counting import ANIMALS  # _items says where it is missing
 
         kinds = list(item["metadata"]["animals"].items())
         rng.shuffle(kinds)
+        if errors:
+            counts = [number * ANIMALS[kind] for kind, number in kinds]
+            lines = [f"{number} {kind} = {count}" for (kind, number), count in zip(kinds, counts, strict=True)]
+            *sums, last = derive(tuple(counts), stated_sum, rng).split("\n")
+            yield _worked("legs", item, [*lines, *sums], int(last.removeprefix("#### ")), key=tuple(sorted(kinds)))
+            continue
         total, lines = 0, []
         for kind, number in kinds:
             wrong = [other for other in range(0, 16, 2) if other != ANIMALS[kind]]
