@@ -16,15 +16,8 @@ from nemo_edo.errors import UserError
 SIZES = {"warmup_problems": 60, "train_problems": 20, "test_problems": 30}
 GYMS = ("chain", "gcd", "legs")
 """Tasks that reasoning-gym makes, which needs a C compiler."""
-EACH = [
-    pytest.param(
-        name,
-        marks=pytest.mark.skipif(
-            name in GYMS and find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed"
-        ),
-    )
-    for name in TASKS
-]
+EACH = [pytest.param(name, marks=pytest.mark.skipif(
+    name in GYMS and find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")) for name in TASKS]
 LEGS = {"spider": 8, "woodlouse": 14, "snake": 0, "bird": 2, "dog": 4, "ant": 6, "crab": 10, "starfish": 5}
 
 
@@ -65,9 +58,7 @@ def test_the_warm_up_is_right_without_mistakes_and_wrong_with_them(name: str, or
         made = make(name, **settings, weak_fact_share=share)["warmup"]
         right = [
             score([problem.solution], [problem.metadata], [True])[0]["score"] == 1.0
-            if name == "change"
-            else final_answer(problem.solution) == problem.answer
-            for problem in made
+            if name == "change" else final_answer(problem.solution) == problem.answer for problem in made
         ]
         # With every fact wrong a chain can be right by chance, and gcd's remainder of 1 has no wrong one.
         assert sum(right) == expected if share == 0 else sum(right) < 30
@@ -93,22 +84,19 @@ def test_a_tokenizer_of_the_tasks_words_gives_every_text_back(name: str, tmp_pat
         assert tokenizer.decode(ids) == text and tokenizer.unk_token_id not in ids
 
 
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("14 - 5 = 9\n9 - 9 = 0\n#### 0", True),
-        ("14 - 9 = 5\n5 - 5 = 0\n#### 0", True),
-        ("14 - 4 = 10\n10 - 5 = 5\n5 - 5 = 0\n#### 0", True),
-        ("14 - 7 = 7\n7 - 7 = 0\n#### 0", False),
-        ("14 - 5 = 8\n8 - 4 = 4\n4 - 4 = 0\n#### 0", False),
-        ("14 - 5 = 9\n9 - 5 = 4\n#### 0", False),
-        ("14 - 5 = 9\n9 - 5 = 4\n4 - 4 = 0\n#### 4", False),
-        ("13 - 4 = 9\n9 - 9 = 0\n#### 0", False),
-        ("14 - 5 = 9\n10 - 5 = 5\n5 - 5 = 0\n#### 0", False),
-        ("#### 0", False),
-        ("", False),
-    ],
-)
+@pytest.mark.parametrize(("text", "right"), [
+    ("14 - 5 = 9\n9 - 9 = 0\n#### 0", True),
+    ("14 - 9 = 5\n5 - 5 = 0\n#### 0", True),
+    ("14 - 4 = 10\n10 - 5 = 5\n5 - 5 = 0\n#### 0", True),
+    ("14 - 7 = 7\n7 - 7 = 0\n#### 0", False),
+    ("14 - 5 = 8\n8 - 4 = 4\n4 - 4 = 0\n#### 0", False),
+    ("14 - 5 = 9\n9 - 5 = 4\n#### 0", False),
+    ("14 - 5 = 9\n9 - 5 = 4\n4 - 4 = 0\n#### 4", False),
+    ("13 - 4 = 9\n9 - 9 = 0\n#### 0", False),
+    ("14 - 5 = 9\n10 - 5 = 5\n5 - 5 = 0\n#### 0", False),
+    ("#### 0", False),
+    ("", False),
+])
 def test_change_takes_any_payment_of_the_amount_and_no_other(text: str, right: bool):
     facts = {"metadata": [{"amount": 14, "coins": [4, 5, 9]}] * 2, "finished": [True, False]}
     assert [one["score"] for one in score(responses=[text] * 2, **facts)] == [float(right), 0.0]
@@ -121,18 +109,15 @@ def test_votes_on_change_compare_the_coins_that_are_paid_in_any_order_and_no_ver
     assert [one["vote"] for one in found] == ["5 9", "5 9", "5 9", "4 5 5", None, None, None]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"name": "residue"}, "name is 'residue', expected one of residues, .*did you mean residues"),
-        ({"name": "gcd", "larges": 9}, "larges: the task gcd has largest; did you mean largest"),
-        ({"name": "gcd", "largest": 9}, "gcd gave 36 different problems, fewer than the 110"),
-        ({"name": "gcd", "largest": 1}, "the task gcd does not take them"),
-        ({"name": "chain", "step_noise": 1.5}, r"step_noise is 1.5, expected a number in \[0, 1\]"),
-        ({"name": "chain", "test_problems": 0}, "test_problems is 0, expected at least 1"),
-        ({"name": "residues", "modulus": 1}, "modulus is 1, expected at least 2"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"name": "residue"}, "name is 'residue', expected one of residues, .*did you mean residues"),
+    ({"name": "gcd", "larges": 9}, "larges: the task gcd has largest; did you mean largest"),
+    ({"name": "gcd", "largest": 9}, "gcd gave 36 different problems, fewer than the 110"),
+    ({"name": "gcd", "largest": 1}, "the task gcd does not take them"),
+    ({"name": "chain", "step_noise": 1.5}, r"step_noise is 1.5, expected a number in \[0, 1\]"),
+    ({"name": "chain", "test_problems": 0}, "test_problems is 0, expected at least 1"),
+    ({"name": "residues", "modulus": 1}, "modulus is 1, expected at least 2"),
+])
 def test_wrong_settings_are_errors_that_name_the_key(settings, message: str):
     if settings["name"] in GYMS:
         pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
