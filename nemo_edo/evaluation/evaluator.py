@@ -330,10 +330,16 @@ class Evaluator:
         scored = self._scored(kind_at(temperature, self.config), requests, temperature, self.problems)
         sampled = Samples.of_scored(scored, rollouts * each)
         rows = plain_metrics(sampled, each, greedy)
-        if self.policy is not None:
-            for row, entropy in zip(rows, self._entropies(scored, rollouts, temperature), strict=True):
+        if self.policy is not None:  # the exact entropy of each problem's responses in the first rollout
+            of_problem = minibatches(scored, rollouts * each)
+            first = [item.rollout for responses in of_problem for item in responses[:each]]
+            batch = build_batch([(one.prompt_ids, one.response_ids) for one in first], pad_id=self.pad_id)
+            _, entropies = self.policy.logprobs(batch, temperature=temperature)
+            sums = (entropies * batch.mask).sum(dim=1).reshape(-1, each).sum(dim=1)
+            counts = batch.mask.sum(dim=1).reshape(-1, each).sum(dim=1)
+            for row, pair in zip(rows, zip(sums.tolist(), counts.tolist(), strict=True), strict=True):
                 del row[SAMPLED_ENTROPY]
-                row["entropy"] = entropy
+                row["entropy"] = pair
         for row, vote in zip(rows, votes(sampled, each), strict=True):
             row[f"vote@{each}"] = vote
             correct, judged = map(int, row["accuracy"])
@@ -345,16 +351,3 @@ class Evaluator:
         self, kind: str, requests: Sequence[GenerationRequest], temperature: float, problems: Sequence[Problem]
     ) -> list[ScoredRollout]:
         return self.respond(kind, requests, SamplingParams(temperature, 1.0, self.max_new_tokens), problems)
-
-    def _entropies(
-        self, scored: Sequence[ScoredRollout], rollouts: int, temperature: float
-    ) -> list[tuple[float, float]]:
-        """(sum of entropies, tokens) of each problem's responses in the first rollout."""
-        each = self.config.samples
-        of_problem = minibatches(scored, rollouts * each)
-        first = [item.rollout for responses in of_problem for item in responses[:each]]
-        batch = build_batch([(one.prompt_ids, one.response_ids) for one in first], pad_id=self.pad_id)
-        _, entropies = self.policy.logprobs(batch, temperature=temperature)
-        sums = (entropies * batch.mask).sum(dim=1).reshape(-1, each).sum(dim=1)
-        counts = batch.mask.sum(dim=1).reshape(-1, each).sum(dim=1)
-        return list(zip(sums.tolist(), counts.tolist(), strict=True))

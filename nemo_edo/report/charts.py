@@ -171,19 +171,15 @@ def _bars(cells: Sequence[Estimate], **options: object) -> dict:
 # --- over the training ------------------------------------------------------------------------------------------------
 
 
-def _trainings(comparison: Comparison) -> dict[str, list[Trained]]:
-    return {name: list(found.values()) for name, found in comparison.runs.policies.items() if name != START}
-
-
 def _curves_chart(comparison: Comparison, styles: Styles, curves: Curves) -> Chart | None:
     key, title, caption, kind, y, y_title = curves
-    trainings, x_title = _trainings(comparison), "iteration"
+    trained, x_title = {arm: found for arm, found in comparison.runs.policies.items() if arm != START}, "iteration"
     if kind == "sft_step":
-        records = {record.seed: record for record in comparison.runs.records}.values()
-        trainings, x_title = {START: [Trained(record, START) for record in records]}, "optimizer step"
+        x_title = "optimizer step"
+        trained = {START: {record.seed: Trained(record, START) for record in comparison.runs.records}}
     lines = {}
-    for arm, found in trainings.items():
-        of_seeds = [_by_x(trained, kind, y) for trained in found]
+    for arm, by_seed in trained.items():
+        of_seeds = [_by_x(one, kind, y) for one in by_seed.values()]
         lines[arm] = of_seeds[0] if comparison.is_one else over_seeds([one["y"] for one in of_seeds])
     temperatures = {f"{setting(record, 'sampling.temperature'):g}": None for record in comparison.runs.records}
     band = SEEDS_BAND if not comparison.is_one else PROBLEMS_BAND if kind == "evaluation" else ""

@@ -268,14 +268,10 @@ def numbers(comparison: Comparison, conclusions: list[str]) -> dict[str, str]:
         },
         "conclusions": conclusions,
     }
-    rows = [{key: _as_text(value) for key, value in row.items()} for row in rows]
     text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    csv = pd.DataFrame(rows, columns=COLUMNS, dtype=object).to_csv(index=False, lineterminator="\r\n")
-    return {".csv": csv, ".json": text + "\n"}
-
-
-def _as_text(value: Any) -> Any:
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+    frame = pd.DataFrame(rows, columns=COLUMNS, dtype=object)
+    frame = frame.replace(r"^(?=[=+\-@\t\r])", "'", regex=True)  # a spreadsheet would take it for a formula
+    return {".csv": frame.to_csv(index=False, lineterminator="\r\n"), ".json": text + "\n"}
 
 
 def results(comparison: Comparison) -> str:

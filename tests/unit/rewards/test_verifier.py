@@ -1,21 +1,19 @@
 """Verifiers, exact and mathematical: verdicts on pairs, scores of responses, and answers that cannot be read."""
 
-import json
 from pathlib import Path
 
 import pytest
 from helpers.responses import scored
 
-from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.problems import LoadedProblems, ProblemFileError
+from nemo_edo.errors import UserError
 from nemo_edo.metrics import expected_vote_score
+from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer, MathVerifier, Verdict
-from nemo_edo.run import inputs
-from nemo_edo.run_folder import RunFolder
 from nemo_edo.test_time import majority_vote
-from nemo_edo.types import UNVERIFIED, Problem, Rollout
+from nemo_edo.types import UNVERIFIED, Problem
 from nemo_edo.utils.worker_pool import TIMED_OUT, Limits
 
 ROOT = Path(__file__).parents[3]
@@ -49,17 +47,26 @@ def test_verdicts_on_the_answer_pairs_are_correct_except_for_the_known_errors(ve
     assert 0.3 < sum(right == "1" for *_, right in PAIRS) / len(PAIRS) < 0.8
 
 
-@pytest.mark.parametrize(("text", "reward", "answer", "well_formed", "reason"), [
-    (r"It is \boxed{0.5}.", 1.0, "1/2", True, "correct"),
-    (r"\boxed{3}, no, \boxed{2/4}", 1.0, "1/2", False, "correct"),
-    (r"It is \boxed{\sqrt{2}}", 0.0, "sqrt(2)", True, r"final answer sqrt(2), expected \frac{1}{2}"),
-    (r"\boxed{ }", 0.0, None, False, "no final answer"),
+HALF = r"\frac{1}{2}"
+
+
+@pytest.mark.parametrize(("gold", "text", "reward", "answer", "well_formed", "reason"), [
+    ("11", "5 + 6 = 11\n#### 11", 1.0, "11", True, "correct"),
+    ("11", "#### 12\nno:\n#### 11", 1.0, "11", False, "correct"),
+    ("11", "5 + 6 = 12\n#### 12", 0.0, "12", True, "final answer 12, expected 11"),
+    ("11", "#### 11 apples", 1.0, "11", True, "correct"),
+    ("11", "It is 11.", 0.0, None, False, "no final answer"),
+    (HALF, r"It is \boxed{0.5}.", 1.0, "1/2", True, "correct"),
+    (HALF, r"\boxed{3}, no, \boxed{2/4}", 1.0, "1/2", False, "correct"),
+    (HALF, r"It is \boxed{\sqrt{2}}", 0.0, "sqrt(2)", True, r"final answer sqrt(2), expected \frac{1}{2}"),
+    (HALF, r"\boxed{ }", 0.0, None, False, "no final answer"),
 ])
-def test_reward_answer_and_reason_of_a_response(verifier, text, reward, answer, well_formed, reason):
-    [found] = score(verifier, r"\frac{1}{2}", text)
+def test_reward_answer_and_reason_of_a_response(verifier, gold, text, reward, answer, well_formed, reason):
+    scorer = ExactAnswerScorer() if gold == "11" else MathScorer(answer_format("boxed"), verifier)
+    rollouts = [scored("p-1", text=text, finished=finished).rollout for finished in (True, False)]
+    [found, cut] = scorer.score(rollouts, [problem(gold, kind="number" if gold == "11" else "math")])
     assert (found.reward, found.answer, found.well_formed, found.reason) == (reward, answer, well_formed, reason)
-    [cut] = score(verifier, r"\frac{1}{2}", text, finished=False)
-    assert (cut.reward, cut.answer, cut.reason) == (0.0, None, "did not finish")
+    assert (cut.reward, cut.answer, cut.well_formed, cut.reason) == (0.0, None, False, "did not finish")
 
 
 def test_equal_answers_share_their_votes_whatever_is_right_and_whatever_other_answers_there_are(verifier):
@@ -125,69 +132,25 @@ def test_unverifiable_gold_answers_are_named_with_file_and_line(verifier):
     assert "cannot be parsed" in kept.skipped[0].reason and "prose" in kept.skipped[1].reason
 
 
-PROBLEMS = [Problem("p-1", "5 + 6", "5 + 6 = 11\n#### 11", "11", "p.jsonl:1"),
-            Problem("p-2", "500 + 500", "#### 1000", "1000", "p.jsonl:2")]
-
-
-def rollout(text: str, *, problem_id: str = "p-1", finished: bool = True, sample_index: int = 0) -> Rollout:
-    return Rollout(problem_id, sample_index, (1,), (2,), (-0.5,), text, finished, policy_version=0, seed=0)
-
-
-@pytest.mark.parametrize(("text", "reward", "answer", "well_formed", "reason"), [
-    ("5 + 6 = 11\n#### 11", 1.0, "11", True, "correct"),
-    ("#### 12\nno:\n#### 11", 1.0, "11", False, "correct"),
-    ("5 + 6 = 12\n#### 12", 0.0, "12", True, "final answer 12, expected 11"),
-    ("#### 11 apples", 1.0, "11", True, "correct"),
-    ("It is 11.", 0.0, None, False, "no final answer"),
-])
-def test_exact_reward_answer_and_reason_of_a_response(text, reward, answer, well_formed, reason):
-    [scored, cut] = ExactAnswerScorer().score([rollout(text), rollout(text, finished=False)], PROBLEMS)
-    assert (scored.reward, scored.answer, scored.well_formed, scored.reason) == (reward, answer, well_formed, reason)
-    assert (cut.reward, cut.answer, cut.well_formed, cut.reason) == (0.0, None, False, "did not finish")
-
-
 def test_scores_keep_the_order_and_each_rollout_meets_its_own_problem():
-    rollouts = [rollout("#### 1,000", problem_id="p-2"), rollout("#### 1,000"), rollout("#### 11", sample_index=3)]
-    scored = ExactAnswerScorer().score(rollouts, PROBLEMS)
-    assert [one.rollout for one in scored] == rollouts
-    assert [one.reward for one in scored] == [1.0, 0.0, 1.0]
+    problems = [problem("11", kind="number"), problem("1000", kind="number", name="p-2")]
+    asked = (("p-2", "#### 1,000"), ("p-1", "#### 1,000"), ("p-1", "#### 11"))
+    rollouts = [scored(name, place, text=text).rollout for place, (name, text) in enumerate(asked)]
+    found = ExactAnswerScorer().score(rollouts, problems)
+    assert [one.rollout for one in found] == rollouts
+    assert [one.reward for one in found] == [1.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="p-9"):
-        ExactAnswerScorer().score([rollout("#### 1", problem_id="p-9")], PROBLEMS)
+        ExactAnswerScorer().score([scored("p-9").rollout], problems)
 
 
-def load(folder: Path, train: list[tuple[str, str]], *overrides: str, boxed: bool = True) -> inputs.Data:
-    """Of a run on these questions and answers, in MATH's format or GSM8K's."""
-    for name, rows in (("train", train), ("test", [("2 + 2", "4")])):
-        texts = [
-            {"problem": q, "solution": f"\\boxed{{{a}}}"} if boxed else {"question": q, "answer": f"#### {a}"}
-            for q, a in rows
-        ]
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    files = [f"data.{name}={folder / name}.jsonl" for name in ("train", "test")]
-    cfg = compose_run("quickstart", [*files, "sft.steps=0", "rewards.time_limit_s=60", "rewards.workers=1", *overrides])
-    write_tokenizer(RunFolder(folder).base, cfg.data.arithmetic)
-    return inputs.load_data(cfg, RunFolder(folder))
+def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_setting_says_otherwise():
+    def scorer(answer: str, kind: str, *overrides: str):
+        loaded = {Path("a.jsonl"): LoadedProblems([problem(answer, kind=kind)], [])}
+        return build_scorer(compose_run("quickstart", list(overrides)), loaded, lambda text: ())[0]
 
-
-MATH = ("data.benchmark=math", "data.check_rows=false", "data.answer_format=boxed")
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_latex_answers_are_scored_by_meaning_and_numbers_exactly(tmp_path):
-    data = load(tmp_path, [("1 + 1", r"\frac{1}{2}")], *MATH)
-    assert isinstance(data.scorer, MathScorer)
-    [scored] = data.scorer.score(
-        [Rollout("train-1", 0, (1,), (2,), (0.0,), r"\boxed{\sqrt{\frac14}}", True, 0, 0)], data.train
-    )
-    assert (scored.reward, scored.answer) == (1.0, "1/2")
-    assert isinstance(load(tmp_path, [("1 + 1", "2")], *MATH, "rewards.verifier=exact").scorer, ExactAnswerScorer)
-    assert isinstance(load(tmp_path, [("1 + 1", "2")], boxed=False).scorer, ExactAnswerScorer)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_gold_answer_that_cannot_be_parsed_is_an_error_with_file_and_line(tmp_path):
-    rows = [("1 + 1", "2"), ("1 + 2", r"\frac{1}{}+")]
-    with pytest.raises(ValueError, match=r"train\.jsonl:2: the answer cannot be parsed: \\frac\{1\}\{\}\+"):
-        load(tmp_path, rows, *MATH)
-    data = load(tmp_path, rows, *MATH, "data.on_bad_rows=skip")
-    assert ([problem.id for problem in data.train], data.skipped_rows) == (["train-1"], 1)
+    assert isinstance(scorer(r"\frac{1}{2}", "math"), MathScorer)
+    assert isinstance(scorer(r"\frac{1}{2}", "math", "rewards.verifier=exact"), ExactAnswerScorer)
+    assert isinstance(scorer("2", "number"), ExactAnswerScorer)
+    assert isinstance(scorer("2", "number", "rewards.verifier=math"), MathScorer)
+    with pytest.raises(UserError, match=r"p\.jsonl:1: has no answer"):
+        scorer("", "number")
