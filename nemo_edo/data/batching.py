@@ -94,8 +94,6 @@ def epoch_order(num_items: int, seed: int, epoch: int) -> list[int]:
 
 def minibatches(order: Sequence[T], size: int) -> list[list[T]]:
     """The items cut into pieces of ``size``; the last one holds what remains, so that no sample is left out."""
-    if size < 1:
-        raise ValueError(f"the minibatch size is {size}, expected at least 1")
     return [list(order[start : start + size]) for start in range(0, len(order), size)]
 
 
@@ -105,11 +103,7 @@ def preference_pairs(group: Sequence[ScoredRollout], count: int, seed: int | str
 
     Both sets are iterated in step, each starting over at its end, so that every response is used before one is used
     twice (in the larger set). No pair occurs twice. Empty where a set is empty.
-    Raises ValueError for responses to several prompts.
     """
-    prompts = sorted({item.rollout.problem_id for item in group})
-    if len(prompts) > 1:
-        raise ValueError(f"a group has responses to {len(prompts)} prompts ({prompts[0]}, {prompts[1]}), expected one")
     order = random.Random(f"pairs {seed}").sample(list(group), len(group))
     chosen = [item for item in order if item.success]
     rejected = [item for item in order if not item.success]

@@ -76,7 +76,8 @@ class ChatTemplate:
 
     def _run(self, variables: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The names of the template's variables, and its text, or a Failure, for each of these."""
-        pool = WorkerPool(Limits(SECONDS, MEMORY_MB, workers=1, budget_s=SECONDS))
+        # Prepared: a worker that loads Jinja first may use up a conversation's time with it.
+        pool = WorkerPool(Limits(SECONDS, MEMORY_MB, workers=1, budget_s=SECONDS), prepare=f"{__name__}:_compiled")
         try:
             found = pool.run(f"{__name__}:_rendered", [(self.text, self.now, one) for one in (None, *variables)])
         finally:
@@ -122,7 +123,7 @@ def _text(template: Template, variables: Mapping[str, Any]) -> str:
 
 
 @cache
-def _compiled(template: str, now: datetime) -> tuple[Template, list[str]]:
+def _compiled(template: str = "", now: datetime = datetime.min) -> tuple[Template, list[str]]:
     """The template and the names of its variables, in a sandbox like the one of ``transformers``, but for its clock,
     which stands still."""
     from jinja2 import DictLoader, TemplateError, ext, meta, nodes

@@ -34,6 +34,7 @@ from nemo_edo.evaluation.results import (
     Sums,
     metric_name,
     paired_interval,
+    require_same_problems,
     short_interval,
 )
 from nemo_edo.metrics import Interval, holm
@@ -294,13 +295,9 @@ def differences(
     evaluations: Mapping[str, Evaluation], baseline: str, *, resamples: int, seed: int
 ) -> tuple[Tested, ...]:
     """Every other arm against the baseline. Raises UserError where two answered different problems."""
+    require_same_problems(evaluations)
     base, tests = evaluations[baseline], []
     for label, evaluation in evaluations.items():
-        if evaluation.problems != base.problems:
-            raise UserError(
-                f"{label} and {baseline} were evaluated on different problems, or in another order; differences are "
-                "paired by problem, so evaluate both on the same file"
-            )
         curves = [family.format(max(sizes)) for family, sizes in families(evaluation).items()]
         for metric in [*COMPARED, *curves] if label != baseline else ():
             # Tokens are a cost, and the oracle's best of k equals pass@k.

@@ -65,14 +65,8 @@ class EngineStepProposer:
     def propose(self, paths: Sequence[StepPath], count: int, seeds: Sequence[int]) -> list[list[Step]]:
         """``count`` next steps for each path. One call of the engine, and another one for each further separator that
         the policy puts where a step would begin. For equal steps after one path, the first one's tokens are kept.
-
-        Raises ValueError for a path that was not proposed, and for one that has ended.
         """
-        begun = []
-        for path in paths:
-            if (path, False) not in self.drafts:
-                raise ValueError(f"{path} was not proposed here as a path that continues")
-            begun.append(self.drafts[path, False])
+        begun = [self.drafts[path, False] for path in paths]
         drafts = [draft for draft in begun for _ in range(count)]
         samples = [(seed, sample) for seed in seeds for sample in range(count)]
         steps: list[str] = [""] * len(drafts)

@@ -162,7 +162,7 @@ def test_what_does_not_fit_the_stored_responses_is_an_error(evaluated):
         stored(greedy, sampled, each=5)
     with pytest.raises(UserError, match="answer different problems"):
         stored(replace(greedy, problems=reverse), sampled)
-    with pytest.raises(UserError, match="two and one were evaluated on different problems"):
+    with pytest.raises(UserError, match="one and two were evaluated on different problems"):
         differences({"one": base, "two": replace(base, problems=reverse)}, "one", **BOOTSTRAP)
     steps = [[(0.5, 2.0), (1.0,)], [(0.1, 0.2, 0.3), (0.9, 0.0)]]
     assert aggregated("prm", steps, "last").tolist() == [[2.0, 1.0], [0.3, 0.0]]
