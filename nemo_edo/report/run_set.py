@@ -110,9 +110,6 @@ class RunRecord:
             return START_LABEL
         return UNTRAINED_LABEL if self.config.get("algorithm") == "none" else ALONE_LABEL
 
-    def of(self, kind: str, arm: str) -> pd.DataFrame:
-        return self.lines[(self.lines["kind"] == kind) & (self.lines["arm"] == arm)]
-
 
 def read_run(folder: Path) -> RunRecord:
     """Reads every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
@@ -215,7 +212,8 @@ class Trained:
         return self.record.test_time.get(self.name)
 
     def lines(self, kind: str) -> pd.DataFrame:
-        return self.record.of(kind, self.name)
+        lines = self.record.lines
+        return lines[(lines["kind"] == kind) & (lines["arm"] == self.name)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.report.comparison import compare
-from nemo_edo.report.run_set import SEARCH_EVALUATION, find_runs, one_run, read_run, read_runs
+from nemo_edo.report.run_set import SEARCH_EVALUATION, Trained, find_runs, one_run, read_run, read_runs
 from nemo_edo.run_folder import RunFolder
 
 
@@ -132,7 +132,7 @@ def test_a_run_folder_reads_back_and_nulls_nans_and_lines_of_other_kinds_are_tol
                     '"entropy": null}\n{"kind": "note"}\n')
     record = read_run(folder)
     assert list(record.evaluations) == ["warmup", *record.arms] == ["warmup", "grpo", "edo_floor"]
-    assert record.of("collection", "edo_floor")["iteration"].tolist() == [0, 1, 2]
+    assert Trained(record, "edo_floor").lines("collection")["iteration"].tolist() == [0, 1, 2]
     assert compare(one_run(folder)).matched.accuracies
 
 
