@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_edo.algorithms.collection import Objective
 from nemo_edo.config import (
     NONE,
     ArmConfig,
@@ -31,17 +32,18 @@ from nemo_edo.data.prompts import chat_of, prompt_text
 from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync
+from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run.comparison import LENGTH, RECORD, Comparison, in_words
 from nemo_edo.run.inputs import Data, model_folder
 from nemo_edo.run.made_from import require_served
 from nemo_edo.run_folder import RunFolder
+from nemo_edo.worker.dispatch import workers
+from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
+from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:
-    from nemo_edo.algorithms.collection import Objective
     from nemo_edo.generation.server_engine import ServerEngine
-    from nemo_edo.interfaces import GenerationEngine, WeightSync
-    from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
 
 
 @dataclass(frozen=True)
@@ -107,10 +109,6 @@ class Builder:
     ) -> RemotePolicy:
         """The model that ``training`` is the config of, on all workers, in place of the one that they have; with the
         weights of a checkpoint, None: the starting ones. folder: the model's; None: that of the config."""
-        from nemo_edo.worker.dispatch import workers
-        from nemo_edo.worker.remote import RemotePolicy
-        from nemo_edo.worker.worker import Worker
-
         cfg = self._cfg
         settings = {
             "folder": folder or model_folder(cfg, self._folder),
@@ -252,7 +250,6 @@ class Builder:
         )
         if cfg.generation.placement == "shared":
             from nemo_edo.refit.setup import build_sleep
-            from nemo_edo.worker.dispatch import workers
 
             build_sleep(cfg.generation.servers, workers()).begin(self.servers.replicas)
 
@@ -271,9 +268,6 @@ class Builder:
 
     def engine(self, model: RemotePolicy) -> RemoteEngine:
         """The workers' engines over the model's own weights."""
-        from nemo_edo.worker.remote import RemoteEngine
-        from nemo_edo.worker.worker import Worker
-
         data, settings = self._data, self._cfg.generation
         replay = settings.routing_replay
         model.workers.call(Worker.build_engine, data.stop.ids, data.decode, settings.max_batch_size, replay)

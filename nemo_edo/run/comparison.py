@@ -9,7 +9,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.memory import available_bytes
 from nemo_edo.utils.processes import end_with
-
-if TYPE_CHECKING:
-    from nemo_edo.worker.remote import RemotePolicy
+from nemo_edo.worker.remote import RemotePolicy
 
 RECORD = "comparison.json"
 """In the run's folder: what the comparison has found."""

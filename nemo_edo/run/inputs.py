@@ -28,6 +28,7 @@ from nemo_edo.data.prompts import (
 from nemo_edo.data.tokenizer import SETTING, Decoder, StopTokens, load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
+from nemo_edo.interfaces import Scorer
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import check_disk_space, estimate_bytes
@@ -39,7 +40,6 @@ from nemo_edo.utils.import_path import source_files
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from nemo_edo.interfaces import Scorer
     from nemo_edo.rewards.judge import Judge
 
 TokenIds = tuple[int, ...]

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import CheckpointConfig, EarlyStopConfig
@@ -30,10 +29,8 @@ from nemo_edo.run.tracking import log_table
 from nemo_edo.run_folder import METRICS, REPLACEMENT, RunFolder
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 from nemo_edo.utils.files import read_object
+from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.worker import Worker
-
-if TYPE_CHECKING:
-    from nemo_edo.worker.remote import RemotePolicy
 
 
 @dataclass

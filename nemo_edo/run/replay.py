@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from nemo_edo.config.compose import arm_configs
 from nemo_edo.data.batching import read_batch
+from nemo_edo.data.shares import Share
 from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.run.build import Builder
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import CONFIG
 from nemo_edo.types import TrainingBatch
-
-if TYPE_CHECKING:
-    from nemo_edo.data.shares import Share
-    from nemo_edo.worker.remote import RemotePolicy
-    from nemo_edo.worker.worker import Worker
+from nemo_edo.worker.remote import RemotePolicy
+from nemo_edo.worker.worker import Worker
 
 MAY_DIFFER = ("parallelism.", "precision.", "threads=")
 """Overrides that a replay takes: to see whether the numbers break in another layout or precision, too."""

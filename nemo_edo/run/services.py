@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -21,9 +21,7 @@ from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.phases import PhaseClock
-
-if TYPE_CHECKING:
-    from nemo_edo.worker.remote import RemotePolicy
+from nemo_edo.worker.remote import RemotePolicy
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from nemo_edo.run.policy_evaluation import early_stop, evaluate_policy, trained_
 from nemo_edo.run.services import RunServices, profiled, training_services
 from nemo_edo.run.summary import examples
 from nemo_edo.run_folder import RunFolder
+from nemo_edo.worker.dispatch import workers
+from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:
     from nemo_edo.run.resume import SavedProgress
-    from nemo_edo.worker.remote import RemotePolicy
 
 UNTRAINED = -1
 """The version of the weights before the warm-up."""
@@ -284,8 +285,6 @@ def evaluated(settings: RunSettings, name: str, before: int) -> list[int]:
 
 
 def _check_checkpoint(folder: Path) -> None:
-    from nemo_edo.worker.dispatch import workers
-
     try:
         workers().call(Worker.check_checkpoint, folder)
     except DamagedCheckpoint as error:

@@ -21,6 +21,7 @@ from uuid import uuid4
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_edo.config import ArmConfig
 from nemo_edo.config.checks import without_passwords
 from nemo_edo.errors import CANNOT_WRITE, UserError
 from nemo_edo.utils.files import flattened, json_text, read_object, write_text
@@ -29,8 +30,6 @@ from nemo_edo.utils.wording import did_you_mean
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import Logger, MLFlowLogger
-
-    from nemo_edo.config import ArmConfig
 
 CHATTY = ("megatron", "nemo_logger", "httpx")
 """Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
