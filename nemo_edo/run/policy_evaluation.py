@@ -85,9 +85,7 @@ def evaluate_policy(
     if not final:
         config = replace(config, temperature=config.temperature[:1], tuning_problems=0)
     rollouts = config.rollouts if final else 1
-    keeping = KeepsParts(
-        stores, iteration, settings.generation.part_size, run.stop, arm, engine=model.engine, scorer=data.scorer
-    )
+    keeping = KeepsParts(stores, iteration, settings.generation.part_size, run.stop, arm, model.engine, data.scorer)
     evaluator = Evaluator(
         policy=None if isinstance(model, ServedModel) else model,
         respond=keeping.responses,
@@ -158,27 +156,28 @@ def _log(
     run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 
+@dataclass(frozen=True)
 class KeepsParts(Watch):
     """Keeps an evaluation's responses on disk, part by part, and takes those of a killed process from there."""
 
-    def __init__(
-        self, stores: Mapping[str, RolloutStore], iteration: int, part_size: int, stop: StopSignal, arm: str, *,
-        engine: GenerationEngine, scorer: Scorer,
-    ) -> None:  # fmt: skip
-        """stores: by kind of responses."""
-        self._engine, self._scorer = engine, scorer
-        self._stores, self._iteration, self._part_size = stores, iteration, part_size
-        self._stop, self._arm = stop, arm
+    stores: Mapping[str, RolloutStore]
+    """By kind of responses."""
+    iteration: int
+    part_size: int
+    stop: StopSignal
+    arm: str
+    engine: GenerationEngine
+    scorer: Scorer
 
     def responses(
         self, kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams, problems: Sequence[Problem]
     ) -> list[ScoredRollout]:
         """``evaluator.Respond``."""
-        store = self._stores[kind]
-        parts = Parts(store, self._iteration, part_size=self._part_size, watch=self)
-        self._scorer.begin(parts.earlier)
-        responses = parts.responses(requests, self._engine, self._scorer, sampling, problems)
-        store.write(self._iteration, responses)
+        store = self.stores[kind]
+        parts = Parts(store, self.iteration, part_size=self.part_size, watch=self)
+        self.scorer.begin(parts.earlier)
+        responses = parts.responses(requests, self.engine, self.scorer, sampling, problems)
+        store.write(self.iteration, responses)
         return responses
 
     def begin_part(self) -> None:
@@ -186,11 +185,11 @@ class KeepsParts(Watch):
         self.stop_if_asked()
 
     def alive(self) -> None:
-        self._stop.alive()
+        self.stop.alive()
 
     def stop_if_asked(self) -> None:
-        if self._stop.was_asked:
-            raise RunStopped(f"stopped, with the finished responses of {self._arm}'s evaluation saved")
+        if self.stop.was_asked:
+            raise RunStopped(f"stopped, with the finished responses of {self.arm}'s evaluation saved")
 
 
 # --- what follows from evaluations ------------------------------------------------------------------------------------
