@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import xxhash
@@ -312,7 +311,7 @@ class RunFolder:
         """summary.json, which a finished run has. Raises UserError as ``read_object`` does."""
         return read_object(self.path / SUMMARY, [*required])
 
-    def lines(self, required: Mapping[str, Sequence[str]] = MappingProxyType({})) -> list[dict[str, Any]]:
+    def lines(self, required: Mapping[str, Sequence[str]] | None = None) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl, once they are found to begin with those that were logged by the last stage.
         required: keys by kind of line. Raises UserError naming the file, and the line that is damaged."""
         path = self.path / METRICS
@@ -335,13 +334,13 @@ def logged(path: Path, mark: Mapping[str, Any]) -> bytes:
 
 
 def parsed_lines(
-    path: Path, content: bytes, required: Mapping[str, Sequence[str]] = MappingProxyType({})
+    path: Path, content: bytes, required: Mapping[str, Sequence[str]] | None = None
 ) -> list[dict[str, Any]]:
     lines = []
     for number, one in enumerate(content.splitlines(), start=1):
         try:
             lines.append(json.loads(one or b"{}"))
-            missing = [key for key in required.get(lines[-1].get("kind"), ()) if key not in lines[-1]]
+            missing = [key for key in (required or {}).get(lines[-1].get("kind"), ()) if key not in lines[-1]]
             if missing:
                 raise ValueError(f"a {lines[-1]['kind']} line without {missing[0]}")
         except (ValueError, AttributeError) as error:
