@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,11 +42,6 @@ def pytest_configure(config: pytest.Config) -> None:
         fused_kernels()
 
 
-def _suite(path: str | Path) -> str:
-    """``gpu`` for tests/gpu/test_x.py."""
-    return Path(path).resolve().relative_to(TESTS).parts[0]
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: next((place for place, name in enumerate(FIRST) if item.nodeid.startswith(name)), 99))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -58,18 +52,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    skipped = Counter()
-    for report in terminalreporter.stats.get("skipped", []):
-        path, _, reason = report.longrepr
-        skipped[_suite(config.rootpath / path), reason.removeprefix("Skipped: ")] += 1
-    terminalreporter.section("not run on this machine")
-    for (suite, reason), count in sorted(skipped.items()):
-        terminalreporter.line(f"{suite}: {reason} ({count} {'test' if count == 1 else 'tests'})")
-    if not skipped:
-        terminalreporter.line("nothing: every collected test ran")
 
 
 @pytest.fixture(scope="session")
