@@ -34,7 +34,6 @@ from nemo_edo.config.run import (
 from nemo_edo.config.training import (
     ArmConfig,
     BoundsConfig,
-    GapBoundsConfig,
     GRPOConfig,
     GuardsConfig,
     IDPOConfig,

@@ -37,8 +37,7 @@ class ServersConfig(Section):
     of the whole prompt as text to the completions endpoint."""
     launched: bool = False
     """Whether ``nemo-edo launch`` started the servers at ``urls``; launch sets this. They then renew a tied output
-    layer
-    with the other weights, which vLLM by itself does not on a CPU."""
+    layer with the other weights, which vLLM by itself does not on a CPU."""
     replicas: PositiveInt = 1
     """Servers that the run starts, each with the whole model."""
     python: Optional[str] = None

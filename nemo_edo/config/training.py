@@ -245,17 +245,6 @@ class BoundsConfig(Section):
 
 
 @dataclass
-class GapBoundsConfig(BoundsConfig):
-    """Bounds on the gap between trainer and engine, which rounding alone opens."""
-
-    ceiling: Optional[Bound] = None
-    """The guard fires at this value and above; null: a few times what rounding gives at the model's precision and depth
-    (docs/reliability.md); inf: no ceiling."""
-    action: Annotated[str, one_of("warn", "stop")] = "stop"
-    """warn: log it and continue; stop: save a checkpoint and end the run."""
-
-
-@dataclass
 class GuardsConfig(Section):
     """Guards of the numbers (steps that are skipped) and of the policy (bounds on what collections and steps measure).
 
@@ -277,8 +266,9 @@ class GuardsConfig(Section):
     """Share of a collection's responses that ran into ``sampling.max_new_tokens``."""
     reward: BoundsConfig = field(default_factory=lambda: BoundsConfig(floor=0.0, ceiling=1.0, in_a_row=3))
     """Share of successes (``rewards.success_at``) in a collection: at 0 or 1 no response is better than another."""
-    sampler_gap: GapBoundsConfig = field(default_factory=GapBoundsConfig)
+    sampler_gap: BoundsConfig = field(default_factory=lambda: BoundsConfig(action="stop"))
     """Mean over a collection's tokens of |log pi_old - log pi_gen|, in nats: how far the engine's numbers are from the
-    trainer's."""
+    trainer's, which rounding alone opens. Its ceiling null: a few times what rounding gives at the model's precision
+    and depth (docs/reliability.md); inf: no ceiling."""
     stale_gap: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=1.0, action="stop"))
     """The same where some responses are of an earlier policy: then the gap includes the policy's change since."""

@@ -15,7 +15,6 @@ from nemo_edo.algorithms.services import Position
 from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import (
     BoundsConfig,
-    GapBoundsConfig,
     GuardsConfig,
     ScheduleConfig,
     SFTConfig,
@@ -247,7 +246,7 @@ def test_a_collection_at_a_bound_stops_before_it_is_trained_on(fake_iteration, n
     (0.099, 0.0, None), (0.1, 0.0, "sampler_gap"), (0.9, 0.5, None), (1.0, 1.0, "stale_gap"),
 ])
 def test_a_gap_at_its_ceiling_stops_or_of_one_nat_where_samples_are_stale(gap, staleness, guard):
-    config = GuardsConfig(sampler_gap=GapBoundsConfig(ceiling=0.1))
+    config = GuardsConfig(sampler_gap=BoundsConfig(ceiling=0.1, action="stop"))
     alarms = Guards(config).collection({"sampler_gap": gap, "staleness": staleness})
     assert found(alarms) == ([(f"guards.{guard}.ceiling", "stop")] if guard else [])
 
