@@ -79,10 +79,16 @@ class InputShapes:
 
     multiple: int = 1
     """Lengths are multiples of it."""
+    sequence: int = 1
+    """Each sequence of a pack has a multiple of it; ``multiple`` is one, too."""
     uniform: bool = False
     """All micro-batches have one shape."""
     group: int = 1
     """The number of micro-batches is a multiple of it."""
+
+    def padded(self, tokens: int) -> int:
+        """What a sequence takes of a pack."""
+        return math.ceil(tokens / self.sequence) * self.sequence
 
     def fit(self, shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """The smallest shapes (rows, length) that have room for the given ones."""
@@ -125,9 +131,10 @@ def cut(
 ) -> list[Share]:
     """Each of so many data-parallel ranks' share of a global batch, with the counts of the loss's terms."""
     lengths = sequence_lengths(batch)
+    inputs = [required.padded(length - 1) if how.packing else length - 1 for length in lengths]
     prompts = Prompts.of(batch) if how.share_prompts else Prompts.none(batch.size)
     plans = plan_micro_batches(
-        lengths,
+        [count + 1 for count in inputs],
         ranks=ranks,
         rows=how.rows,
         tokens=how.tokens // required.multiple * required.multiple if how.packing else how.tokens,
@@ -140,10 +147,10 @@ def cut(
         plan += [[]] * (-len(plan) % required.group)
         shapes = []
         for rows in plan:
-            inputs = [length - 1 for length in row_lengths(rows, lengths, batch.unit)]
+            counts = [inputs[row] for row in rows] or [required.padded(1) if how.packing else 1] * batch.unit
             saved = prompts.saved(rows)
             needed -= saved
-            shapes.append((1, sum(inputs) - saved) if how.packing else (len(inputs), max(inputs)))
+            shapes.append((1, sum(counts) - saved) if how.packing else (len(counts), max(counts)))
         shapes = required.fit(shapes)
         computed += sum(rows * length for rows, length in shapes)
         places = sorted(chain.from_iterable(plan))

@@ -22,7 +22,7 @@ from torch import Tensor
 from nemo_edo.data.shares import Prompts, Share, row_lengths, take_rows
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead, in_own_type
-from nemo_edo.megatron.packing import ModelInputs, context_share, packed_inputs, row_inputs
+from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
 from nemo_edo.megatron.platform import moved
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.routing import own_routing_afterwards, set_recomputing, set_replayed
@@ -118,8 +118,8 @@ class _Readout:
         if inputs.experts is not None:
             set_replayed(chunk, inputs.experts)
         outputs = chunk(
-            context_share(inputs.tokens).contiguous(),
-            context_share(inputs.positions),
+            inputs.tokens,
+            inputs.positions,
             None,
             packed_seq_params=inputs.packed,
             **in_own_type(chunk),
@@ -133,7 +133,7 @@ class _Readout:
         (see ``_sum_gradients``), and what is kept: log-probabilities and entropies [b, T], zero where the mask is, or
         the loss's terms and metrics."""
         inputs, no_tokens = self.inputs, torch.zeros([], dtype=torch.int, device=outputs.device)
-        values = self.head(outputs, context_share(inputs.targets), inputs.read, self.temperature)
+        values = self.head(outputs, inputs.targets, inputs.read, self.temperature)
         logprobs, entropies = (inputs.to_rows(value) for value in values)
         if self.loss is None:
             return outputs.new_zeros(()), no_tokens, (logprobs, entropies)

@@ -166,8 +166,6 @@ def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = Fa
             "Transformer Engine's attention has no kernel for packing in fp32: set model.attention=sdpa, "
             "precision=bf16 or packing=false"
         )
-    if any(module.config.context_parallel_size > 1 for module in modules if isinstance(module, MegatronModule)):
-        raise UserError("packing is not available with context parallelism: set packing=false")
     if share_prompts and not all(shares_prompts(layer) for layer in layers):
         raise UserError(
             "share_prompts needs torch's attention and rotary positions of whole heads, which this model is not built "

@@ -1,5 +1,11 @@
 """What the model sees of a micro-batch: one row per sequence, or all sequences packed into one row; which shapes a
-layout asks for, and how a sequence is shared by context-parallel ranks."""
+layout asks for, and how sequences are shared by context-parallel ranks.
+
+A rank gets chunks r and 2 C - 1 - r of each sequence's 2 C, whose causal attention costs every rank the same. In a
+pack each sequence is padded to a multiple of 2 C and cut by itself, as Transformer Engine's ring attention reads it
+(``thd_get_partitioned_indices``). The padding belongs to its sequence, as at the end of a row: causal attention never
+looks ahead into it.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +35,12 @@ class PackedSequences(PackedSeqParams):
     in each layer."""
 
     lengths: tuple[int, ...] = ()
-    """Tokens of each sequence."""
+    """Tokens of each sequence, its padding included."""
 
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """A micro-batch's next-token positions [b, T] as the model's input [r, s]."""
+    """A micro-batch's next-token positions [b, T] as this context-parallel rank's part of the model's input, [r, s]."""
 
     micro: TrainingBatch
     tokens: Tensor
@@ -44,17 +50,19 @@ class ModelInputs:
     positions: Tensor
     """[r, s] each one's place in its own sequence."""
     read: Tensor
-    """[n] indices into this context-parallel rank's share of the r * s positions: those that a loss reads."""
+    """[n] indices into the r * s positions: those that a loss reads."""
     is_padding: bool
     """Whether no token of the micro-batch counts; known before the device computes."""
     packed: PackedSeqParams | None = None
     """Where the sequences of a pack begin and end; None: a row is a sequence."""
     kept: Tensor | None = None
-    """[b, T], True at the positions that are in the pack, row by row."""
+    """[b, T], True at the positions that are in the pack, row by row; None: there is no pack."""
     places: Tensor | None = None
-    """[b, T] indices into the pack, where several rows share tokens; None: in their order."""
+    """[b, T] indices into the whole pack."""
     experts: Tensor | None = None
     """[r, s, layers * k] what the routers replay (``TrainingBatch.routed_experts``); None: they choose."""
+    order: Tensor | None = None
+    """[s * C] the positions of the whole input in the order of the ranks that have them; None: C is 1."""
 
     def to(self, device: torch.device) -> ModelInputs:
         micro, packed = (None if part is None else _moved(part, device) for part in (self.micro, self.packed))
@@ -62,55 +70,71 @@ class ModelInputs:
 
     def to_rows(self, values: Tensor) -> Tensor:
         """[b, T] from the values at the positions that this rank's model saw, [r, s]; 0 outside the pack."""
+        values = gather_context(values, self.order)
         if self.kept is None:
             rows, length = self.micro.mask.shape
-            return gather_context(values)[:rows, :length]
-        if self.places is not None:
-            return values[0].index_select(0, self.places.flatten()).view_as(self.places).where(self.kept, 0)
-        return values.new_zeros(self.kept.shape).masked_scatter(self.kept, values[0])
+            return values[:rows, :length]
+        return values[0].index_select(0, self.places.flatten()).view_as(self.places).where(self.kept, 0)
 
 
 def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
     """A row for each sequence, padded to ``shape``. It needs no attention mask: causal attention never looks ahead into
     the padding."""
-    inputs, targets = pad_to(micro.tokens[:, :-1], shape), pad_to(micro.tokens[:, 1:], shape)
-    positions = torch.arange(shape[1], device=inputs.device).expand_as(inputs)
-    read, experts = read_places(pad_to(micro.mask, shape)), micro.routed_experts
-    experts = None if experts is None else pad_to(experts, shape)
-    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), experts=experts)
+    order = context_order((shape[1],))
+
+    def padded(values: Tensor) -> Tensor:
+        return context_share(pad_to(values, shape), order)
+
+    positions = context_share(torch.arange(shape[1])[None], order).expand(shape[0], -1)
+    experts = None if micro.routed_experts is None else padded(micro.routed_experts)
+    return ModelInputs(
+        micro, padded(micro.tokens[:, :-1]), padded(micro.tokens[:, 1:]), positions, read_places(padded(micro.mask)),
+        is_padding(micro), experts=experts, order=order,
+    )  # fmt: skip
 
 
 def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int, int]) -> ModelInputs:
     """One row of the sequences' first ``lengths`` - 1 tokens. Where ``shape`` is longer the last sequence is padded, as
-    a row would be. Attention and rotary embeddings know the sequences by Megatron's PackedSeqParams.
-    """
-    device = micro.tokens.device
-    counts = torch.tensor(lengths, device=device) - 1
-    kept = torch.arange(micro.mask.shape[1], device=device) < counts[:, None]
-    inputs, targets = (pad_to(tokens[kept][None], shape) for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
-    counts[-1] += shape[1] - counts.sum()
-    own = [length - 1 for length in lengths]
+    a row would be. Attention and rotary embeddings know the sequences by Megatron's PackedSeqParams."""
+    multiple = sequence_multiple(parallel_state.get_context_parallel_world_size())
+    own = [math.ceil((length - 1) / multiple) * multiple for length in lengths]
     own[-1] += shape[1] - sum(own)
-    ends = counts.cumsum(0)
-    starts = torch.repeat_interleave(ends - counts, counts)
-    boundaries = F.pad(ends, (1, 0)).to(torch.int32)
-    packed = PackedSequences(
+    order, boundaries = context_order(own), F.pad(torch.tensor(own).cumsum(0), (1, 0))
+    starts = boundaries[:-1, None]
+    rows = torch.repeat_interleave(torch.arange(len(own)), torch.tensor(own))
+    positions = torch.arange(shape[1]) - starts[rows, 0]
+    columns = torch.arange(micro.mask.shape[1])
+    kept = columns < torch.tensor(lengths)[:, None] - 1
+    there = positions < torch.tensor(lengths)[rows] - 1
+
+    def packed(values: Tensor) -> Tensor:
+        pack = values[rows, positions.clamp(max=len(columns) - 1)]
+        return context_share(pack.mul_(there.view(-1, *[1] * (pack.ndim - 1)))[None], order)
+
+    boundaries = boundaries.to(torch.int32)
+    packed_seq_params = PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
+        # Transformer Engine's ring attention reads these alone, and takes them for gaps unless told otherwise.
+        cu_seqlens_q_padded=boundaries,
+        cu_seqlens_kv_padded=boundaries,
+        pad_between_seqs=False,
         max_seqlen_q=max(own),
         max_seqlen_kv=max(own),
         lengths=tuple(own),
     )
-    positions = (torch.arange(shape[1], device=device) - starts)[None]
-    read = read_places(pad_to(micro.mask[kept][None], shape))
-    experts = None if micro.routed_experts is None else pad_to(micro.routed_experts[kept][None], shape)
-    return ModelInputs(micro, inputs, targets, positions, read, is_padding(micro), packed, kept, experts=experts)
+    experts = None if micro.routed_experts is None else packed(micro.routed_experts)
+    return ModelInputs(
+        micro, packed(micro.tokens[:, :-1]), packed(micro.tokens[:, 1:]), context_share(positions[None], order),
+        read_places(packed(micro.mask)), is_padding(micro), packed_seq_params, kept,
+        (starts + columns).clamp(max=shape[1] - 1), experts, order,
+    )  # fmt: skip
 
 
 def read_places(mask: Tensor) -> Tensor:
     """``ModelInputs.read`` of the loss's mask at the model's positions, [r, s]."""
-    return context_share(mask).flatten().nonzero().squeeze(-1)
+    return mask.flatten().nonzero().squeeze(-1)
 
 
 def is_padding(micro: TrainingBatch) -> bool:
@@ -133,8 +157,10 @@ def input_shapes(config: TransformerConfig) -> InputShapes:
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
     step = token_multiple(config.fp8_recipe, gathers=shares > 1) if config.fp8 else 1
     interleaved = config.virtual_pipeline_model_parallel_size is not None
+    sequence = sequence_multiple(context)
     return InputShapes(
-        multiple=math.lcm(2 * context if context > 1 else 1, context * shares * step),
+        multiple=math.lcm(sequence, context * shares * step),
+        sequence=sequence,
         # With two stages, a stage's previous and next neighbours are one process, which receives the shapes of
         # activations and of gradients in another order than they are sent in: they have to be the same.
         uniform=interleaved,
@@ -150,36 +176,46 @@ def pad_to(tokens: Tensor, shape: tuple[int, int]) -> Tensor:
     return F.pad(tokens, (*behind, 0, length - tokens.shape[1], 0, rows - tokens.shape[0]))
 
 
-def context_share(tensor: Tensor) -> Tensor:
-    """This context-parallel rank's positions of a tensor [b, s]: chunks r and 2 C - 1 - r of 2 C, whose causal
-    attention costs every rank the same."""
-    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    if size == 1:
+def sequence_multiple(context: int) -> int:
+    """What a sequence's length is a multiple of, with so many context-parallel ranks."""
+    return 2 * context if context > 1 else 1
+
+
+def context_order(lengths: Sequence[int]) -> Tensor | None:
+    """``ModelInputs.order`` of sequences of these lengths, one after the other."""
+    size = parallel_state.get_context_parallel_world_size()
+    if size <= 1:  # 0: without process groups
+        return None
+    sequences = [places.chunk(2 * size) for places in torch.arange(sum(lengths)).split(list(lengths))]
+    return torch.cat([chunks[place] for rank in range(size) for chunks in sequences for place in (rank, -1 - rank)])
+
+
+def context_share(tensor: Tensor, order: Tensor | None) -> Tensor:
+    """This context-parallel rank's positions of a tensor [r, s * C, ...]."""
+    if order is None:
         return tensor
-    chunks = tensor.chunk(2 * size, dim=1)
-    return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
+    size, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+    return tensor.index_select(1, order.chunk(size)[rank])
 
 
-def gather_context(tensor: Tensor) -> Tensor:
-    """[b, s] from every context-parallel rank's share [b, s / C], the inverse of ``context_share``.
+def gather_context(tensor: Tensor, order: Tensor | None) -> Tensor:
+    """[r, s * C, ...] from every context-parallel rank's share [r, s, ...], the inverse of ``context_share``.
 
     Every rank then computes the same loss from it. A rank's gradient is that of its own share, once: Megatron adds up
     what the ranks have of the weights' gradients.
     """
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return tensor
-    return _GatherContext.apply(tensor)
+    return tensor if order is None else _GatherContext.apply(tensor, order)
 
 
 class _GatherContext(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, share: Tensor) -> Tensor:
+    def forward(ctx, share: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
         group = parallel_state.get_context_parallel_group()
-        shares = [torch.empty_like(share) for _ in range(group.size())]
+        shares = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(group.size())]
         torch.distributed.all_gather(shares, share.contiguous(), group=group)
-        halves = [part.chunk(2, dim=1) for part in shares]
-        return torch.cat([first for first, _ in halves] + [last for _, last in reversed(halves)], dim=1)
+        return torch.cat(shares, dim=1).index_select(1, order.argsort())
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return context_share(gradient)
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return context_share(gradient, *ctx.saved_tensors), None

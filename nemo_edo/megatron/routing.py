@@ -20,8 +20,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.megatron.packing import context_share
-
 
 def expert_layers(config: TransformerConfig) -> list[int]:
     """Numbers of the layers that have experts, counted from 1 as Megatron does."""
@@ -44,7 +42,7 @@ def set_replayed(chunk: MegatronModule, experts: Tensor) -> None:
             f"a token of the rollouts has {experts.shape[-1]} experts in all layers, but this model has {len(layers)} "
             f"layers of {k}: they were sampled by another model"
         )
-    experts = context_share(experts).unflatten(-1, (len(layers), k)).transpose(0, 1).long()  # [s, r, layers, k]
+    experts = experts.unflatten(-1, (len(layers), k)).transpose(0, 1).long()  # [s, r, layers, k]
     if config.sequence_parallel:
         experts = scatter_to_sequence_parallel_region(experts)
     if k > 1:

@@ -15,6 +15,12 @@ def two() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def four() -> Iterator[WorkerPool]:
+    with WorkerPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
 def one() -> Iterator[WorkerPool]:
     """What two processes are compared with, in a process whose torch is adapted as theirs is."""
     with WorkerPool(1) as pool:

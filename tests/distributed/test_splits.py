@@ -1,4 +1,5 @@
-"""Every split over two gloo processes against one process, for the shapes of Qwen2, Qwen3, Llama and Qwen3-MoE.
+"""Every split over two gloo processes, and pairs of splits over four, against one process, for the shapes of Qwen2,
+Qwen3, Llama and Qwen3-MoE.
 
 Each option meets each split that treats it in a special way; the models take turns.
 """
@@ -8,6 +9,8 @@ import torch
 from helpers.tiny_models import write_tiny_model
 from safetensors.torch import load_file
 
+from nemo_edo.config import ParallelismConfig
+
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
@@ -16,7 +19,8 @@ INTERLEAVED = {**PIPELINE, "virtual_pipeline_model_parallel_size": 2}
 CONTEXT = {"context_parallel_size": 2}
 EXPERTS = {"expert_model_parallel_size": 2}
 SHARDED = {"use_distributed_optimizer": True}
-FUSED, SHARED_PROMPTS = {"head": "fused"}, {"packing": True, "share_prompts": True}
+FUSED, SHARED_PROMPTS = {"head": "fused"}, {"packing": True, "share_prompts": True, "tokens": (26, 13)}
+PACKED = {"packing": True, "tokens": (32, 16)}  # with context parallelism, sequences are padded
 ATTENTION, ALL = ["linear_qkv", "linear_proj"], ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 TIED = {"tie_word_embeddings": True}
 MODELS = {
@@ -41,6 +45,11 @@ CASES = {
     "data, distributed optimizer, overlap": (
         "qwen2, tied", {**SHARDED, "overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
     "context, distributed optimizer": ("qwen3", {**CONTEXT, **SHARDED}, {}),
+    "context, packed, tied": ("qwen2, tied", CONTEXT, PACKED),
+    "context, by tokens": ("llama", CONTEXT, {"tokens": (40, 13)}),
+    "sequence and context, packed, tied": ("qwen2, tied", {**SEQUENCE, **CONTEXT}, PACKED),
+    "pipeline and context, packed": ("llama", {**PIPELINE, **CONTEXT}, PACKED),
+    "sequence and pipeline, tied": ("qwen3, tied", {**SEQUENCE, **PIPELINE}, {}),
     "expert, distributed optimizer": ("experts", {**EXPERTS, **SHARDED}, {}),
     "expert, lora": ("experts", EXPERTS, {"lora": ATTENTION}),
     "expert, sequence": ("experts", {**EXPERTS, **SEQUENCE, "expert_tensor_parallel_size": 1}, {}),
@@ -74,10 +83,11 @@ def single(one, models):
 
 @pytest.fixture(scope="module", params=CASES)
 def split(request, two, models, single) -> tuple[dict, dict, dict]:
-    """What two processes found, what one did, and the weights that both loaded."""
+    """What the split's processes found, what one did, and the weights that both loaded."""
     model, sizes, options = CASES[request.param]
     cases = "context_cases" if "context_parallel_size" in sizes else "split_cases"
-    found = two.run(f"helpers.{cases}:measure", folder=models / model, sizes=sizes, **options)[0]
+    pool = request.getfixturevalue("four") if ParallelismConfig(**sizes).model_ranks == 4 else two
+    found = pool.run(f"helpers.{cases}:measure", folder=models / model, sizes=sizes, **options)[0]
     return found, single(model, options.get("lora")), load_file(models / model / "model.safetensors")
 
 

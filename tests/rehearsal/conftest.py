@@ -42,6 +42,12 @@ def two_gpus(gpu_environment) -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="package")
+def four_gpus(gpu_environment) -> Iterator[WorkerPool]:
+    with WorkerPool(4, environment=gpu_environment) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="package")
 def cpu() -> Iterator[WorkerPool]:
     with WorkerPool(1, environment={}) as pool:
         yield pool

@@ -151,14 +151,20 @@ def test_overlaps_and_recomputation_have_the_steps_of_the_cpu(gpu, on_cpu, model
 OFFLOADED = {"optimizer_offload_fraction": 1.0, "use_distributed_optimizer": True}
 
 
-@pytest.mark.parametrize(
-    ("settings", "parallelism"), [({}, {}), (PACKED, {}), ({}, OFFLOADED)], ids=["rows", "packed", "offload"]
-)
-def test_bf16_with_fused_attention_is_near_the_cpus_bf16(gpu, on_cpu, models, settings, parallelism):
-    """Heads of 64, which flash attention has kernels for."""
+CONTEXT = {"context_parallel_size": 2}
+
+
+@pytest.mark.parametrize(("machine", "settings", "parallelism"), [
+    ("gpu", {}, {}), ("gpu", PACKED, {}), ("gpu", {}, OFFLOADED), ("two_gpus", {}, CONTEXT),
+    ("two_gpus", PACKED, CONTEXT),
+], ids=["rows", "packed", "offload", "context", "context, packed"])  # fmt: skip
+def test_bf16_with_fused_attention_is_near_the_cpus_bf16(request, on_cpu, models, machine, settings, parallelism):
+    """Heads of 64, which flash attention has kernels for, and queries in groups. With context parallelism Transformer
+    Engine's own ring attention passes keys and values around."""
     how = {"folder": models / "wide", "algorithm": "ed-grpo", "precision": {"dtype": "bf16"}, "brief": True}
     expected = on_cpu("steps", **how)
-    [found] = gpu.run(f"{CASES}:steps", settings=settings, parallelism=parallelism, **how)
+    pool = request.getfixturevalue(machine)
+    found, *_ = pool.run(f"{CASES}:steps", settings=settings, parallelism=parallelism, **how)
     assert found["finite"]
     for name in ("loss", "kl", "entropy", "grad_norm"):
         assert found["metrics"][0][name] == pytest.approx(expected["metrics"][0][name], rel=0.1, abs=0.02), name
@@ -179,6 +185,12 @@ SPLITS = {
 @pytest.mark.parametrize("split", SPLITS)
 def test_two_processes_have_the_steps_of_one_cpu(two_gpus, on_cpu, models, split):
     compare(two_gpus, on_cpu, models / "plain", "ed-grpo", expected={}, parallelism=SPLITS[split])
+
+
+@pytest.mark.parametrize("model", ["plain", "llama"])  # queries in groups: with biases, and with a tied head
+def test_two_splits_at_once_have_the_steps_of_one_cpu(four_gpus, on_cpu, models, model):
+    how = {"parallelism": {**SPLITS["sequence"], **SPLITS["pipeline"], "use_distributed_optimizer": True}}
+    compare(four_gpus, on_cpu, models / model, "ed-grpo", expected={}, **how)
 
 
 def test_shared_prompts_of_two_processes_have_the_steps_of_one_cpus_rows(two_gpus, on_cpu, models):

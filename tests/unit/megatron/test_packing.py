@@ -6,10 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
 from nemo_edo.data.batching import build_batch, sequence_lengths
 from nemo_edo.data.shares import Prompts
-from nemo_edo.megatron.packing import InputShapes, input_shapes, pad_to
+from nemo_edo.megatron import packing
+from nemo_edo.megatron.packing import InputShapes, input_shapes, packed_inputs, pad_to
 from nemo_edo.megatron.shared_prompts import shared_inputs
 
 
@@ -39,13 +41,40 @@ def test_every_rank_gets_whole_shares_of_a_sequence(fields, multiple):
 
 def test_interleaved_stages_exchange_tensors_of_one_shape():
     shapes = input_shapes(config(pipeline_model_parallel_size=3, virtual_pipeline_model_parallel_size=2))
-    assert shapes == InputShapes(multiple=1, uniform=True, group=3)
+    assert shapes == InputShapes(uniform=True, group=3)
     assert shapes.fit([(2, 8), (3, 5)]) == [(3, 8), (3, 8)]
 
 
 def test_lengths_are_rounded_up_and_padding_comes_last():
     assert InputShapes(multiple=4).fit([(2, 8), (3, 9)]) == [(2, 8), (3, 12)]
     assert pad_to(torch.tensor([[1, 2], [3, 4]]), (3, 3)).tolist() == [[1, 2, 0], [3, 4, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_context_parallel_ranks_get_of_each_packed_sequence_what_megatron_rotates_there(size, monkeypatch):
+    """Padded to a multiple of 2 C, so that each has its own chunks r and 2 C - 1 - r; the last to the pack's end."""
+    multiple, lengths = 2 * size, [9, 3, 14]
+    micro = build_batch([([1, 2], [3 + n for n in range(length - 2)]) for length in lengths], pad_id=0)
+    padded = [InputShapes(sequence=multiple).padded(length - 1) for length in lengths]
+    padded[-1] += multiple
+    monkeypatch.setattr(packing.parallel_state, "get_context_parallel_world_size", lambda: size)
+    seen = torch.zeros_like(micro.mask)
+    for rank in range(size):
+        monkeypatch.setattr(packing.parallel_state, "get_context_parallel_rank", lambda rank=rank: rank)
+        inputs = packed_inputs(micro, lengths, (1, sum(padded)))
+        places = [_get_thd_freqs_on_this_cp_rank(rank, size, torch.empty(count // size), torch.arange(count))
+                  for count in padded]  # fmt: skip
+        assert inputs.positions[0].tolist() == torch.cat(places).tolist()
+        assert inputs.packed.cu_seqlens_q.diff().tolist() == padded
+        read = torch.zeros(sum(padded) // size, dtype=torch.bool).index_fill_(0, inputs.read, True)
+        rows = torch.arange(len(lengths)).repeat_interleave(torch.tensor([count // size for count in padded]))
+        for row, place, token, is_read in zip(rows, inputs.positions[0], inputs.tokens[0], read, strict=True):
+            inside = place < lengths[row] - 1
+            assert token == (micro.tokens[row, place] if inside else 0)
+            assert is_read == (bool(micro.mask[row, place]) if inside else False)
+            if inside:
+                seen[row, place] += 1
+    assert torch.equal(seen, inputs.kept.float())
 
 
 def test_attention_has_blocks_of_sequences_of_like_length():

@@ -147,53 +147,136 @@ def fused_attn_fwd(
     max_q, max_kv, is_training, scale, dropout, zero_fill, layout, out_format, scale_format, bias_type, mask, softmax,
     window, bottom_right, cu_q, cu_kv, q, k, v, dtype, cu_q_padded, cu_kv_padded, *_,
 ):  # fmt: skip
-    """[output, what the backward pass needs, the generator's state]."""
-    with torch.no_grad():
-        out = _attention(q, k, v, layout, out_format, mask, scale, cu_q, cu_kv)
-    return [out, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)]
+    """[output, the logarithms of the softmax's sums, the generator's state]."""
+    _fits(layout, (out_format,), cu_q, cu_kv)
+    parts = zip(_parts(q, layout, cu_q), _parts(k, layout, cu_kv), _parts(v, layout, cu_kv), strict=True)
+    outs, sums = zip(*(_attend(*part, mask, scale) for part in parts), strict=True)
+    logs = _whole(sums, layout, len(q)) if layout is THD else sums[0]
+    return [_whole(outs, layout, len(q)), logs, torch.zeros(2, dtype=torch.int64, device=q.device)]
 
 
 @as_kernel
 def fused_attn_bwd(
     max_q, max_kv, scale, dropout, zero_fill, layout, out_format, grad_format, grads_layout, scale_format,
     grad_scale_format, bias_type, mask, softmax, window, bottom_right, deterministic, cu_q, cu_kv, q, k, v, out, grad,
-    *_,
+    dtype, saved, *_,
 ):  # fmt: skip
-    if (grad_format, grads_layout) != (out_format, layout):
-        raise NotImplementedError(f"gradients in {grad_format!r} and {grads_layout!r}")
-    with torch.enable_grad():
-        leaves = [part.detach().requires_grad_() for part in (q, k, v)]
-        again = _attention(*leaves, layout, out_format, mask, scale, cu_q, cu_kv)
-    return list(torch.autograd.grad(again, leaves, grad.view_as(again)))
+    """As the kernels, from the softmax's sums over all keys, of which this call may have a part."""
+    _fits(layout, (out_format, grad_format), cu_q, cu_kv)
+    if grads_layout != layout:
+        raise NotImplementedError(f"gradients in {grads_layout!r}")
+    logs = _parts(saved[0], layout, cu_q) if layout is THD else [saved[0]]
+    queries = (_parts(x, layout, cu_q) for x in (q, out, grad.view_as(out)))
+    parts = zip(*queries, _parts(k, layout, cu_kv), _parts(v, layout, cu_kv), logs, strict=True)
+    found = zip(*(_attend_back(*part, mask, scale) for part in parts), strict=True)
+    return [_whole(grads, layout, len(x)) for grads, x in zip(found, (q, k, v), strict=True)]
 
 
-def _attention(q, k, v, layout, out_format, mask, scale, cu_q, cu_kv):
-    """Every sequence by itself. The kernels read where sequences begin from the device."""
+THD = NVTE_QKV_Layout.NVTE_THD_THD_THD
+ORDER = {NVTE_QKV_Layout.NVTE_SBHD_SBHD_SBHD: ((1, 2, 0, 3), (2, 0, 1, 3)),
+         NVTE_QKV_Layout.NVTE_BSHD_BSHD_BSHD: ((0, 2, 1, 3), (0, 2, 1, 3))}  # fmt: skip
+
+
+def _fits(layout, formats, cu_q, cu_kv):
+    """The kernels read where sequences begin from the device."""
     if not (cu_q.is_cuda and cu_kv.is_cuda and cu_q.dtype == cu_kv.dtype == torch.int32):
         raise RuntimeError("fused attention: cu_seqlens are int32 on the device")
-    sequences = next(name for name in ("THD", "SBHD", "BSHD") if layout.name == f"NVTE_{name}_{name}_{name}")
-    if out_format.name != f"NVTE_{sequences}":
-        raise NotImplementedError(f"attention from {layout!r} to {out_format!r}")
-    if sequences == "THD":
-        lengths_q, lengths_kv = cu_q.diff().tolist(), cu_kv.diff().tolist()
-        total, found = sum(lengths_q), []
-        parts = (x[: sum(lengths)].split(lengths) for x, lengths in ((q, lengths_q), (k, lengths_kv), (v, lengths_kv)))
-        for sequence in zip(*parts, strict=True):
-            found.append(_one(*(part.transpose(0, 1)[None] for part in sequence), mask, scale)[0].transpose(0, 1))
-        return torch.cat([*found, torch.zeros_like(q[total:])])
-    order, back = ((1, 2, 0, 3), (2, 0, 1, 3)) if sequences == "SBHD" else ((0, 2, 1, 3), (0, 2, 1, 3))
-    return _one(*(part.permute(order) for part in (q, k, v)), mask, scale).permute(back).contiguous()
+    if (layout is not THD and layout not in ORDER) or any(f"_{form.name[5:]}_" not in layout.name for form in formats):
+        raise NotImplementedError(f"attention of {layout!r} to {formats!r}")
 
 
-def _one(q, k, v, mask, scale):
-    """[b, heads, s, d] in fp32; queries are the last of the keys' positions."""
-    heads = q.shape[1] // k.shape[1]
-    k, v = (part.repeat_interleave(heads, 1) for part in (k, v))
-    scores = q.float() @ k.float().transpose(-1, -2) * scale
-    if "CAUSAL" in mask.name:
-        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(ahead.triu(1 + scores.shape[-1] - scores.shape[-2]), -torch.inf)
-    return (scores.softmax(-1) @ v.float()).to(q.dtype)
+def _parts(x, layout, cu):
+    """[b, heads, s, d] of each sequence of a pack, or of all rows."""
+    if layout is not THD:
+        return [x.permute(ORDER[layout][0])]
+    lengths = cu.diff().tolist()
+    return [part.transpose(0, 1)[None] for part in x[: sum(lengths)].split(lengths)]
+
+
+def _whole(parts, layout, tokens):
+    if layout is not THD:
+        return parts[0].permute(ORDER[layout][1]).contiguous()
+    found = torch.cat([part[0].transpose(0, 1) for part in parts])
+    return torch.cat([found, found.new_zeros(tokens - len(found), *found.shape[1:])])
+
+
+def _scores(q, k, mask, scale):
+    """[b, heads, s, k] in fp32; queries are the last of the keys' positions."""
+    scores = q.float() @ k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale
+    if "CAUSAL" not in mask.name:
+        return scores
+    ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+    return scores.masked_fill(ahead.triu(1 + scores.shape[-1] - scores.shape[-2]), -torch.inf)
+
+
+def _attend(q, k, v, mask, scale):
+    scores = _scores(q, k, mask, scale)
+    out = scores.softmax(-1) @ v.float().repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return out.to(q.dtype), scores.logsumexp(-1, keepdim=True)
+
+
+def _attend_back(q, out, grad, k, v, logs, mask, scale):
+    groups, share = k.shape[1], q.shape[1] // k.shape[1]
+    whole_k, whole_v = (part.float().repeat_interleave(share, 1) for part in (k, v))
+    weights = (_scores(q, k, mask, scale) - logs).exp()
+    inner = grad.float() @ whole_v.transpose(-1, -2) - (grad.float() * out.float()).sum(-1, keepdim=True)
+    of_scores = weights * inner * scale
+    of_k, of_v = of_scores.transpose(-1, -2) @ q.float(), weights.transpose(-1, -2) @ grad.float()
+    of_k, of_v = (part.unflatten(1, (groups, share)).sum(2) for part in (of_k, of_v))
+    return (of_scores @ whole_k).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
+
+
+# Context parallelism: a rank's part of each sequence of a pack is two chunks, and a step of the ring may have one.
+
+
+def _half(cu, half):
+    """The tokens of the first or second halves; cu: of the rank's part of the pack."""
+    starts, lengths = cu[:-1].tolist(), cu.diff().tolist()
+    halves = [length // 2 for length in lengths]
+    places = [torch.arange(count) + start + half * count for start, count in zip(starts, halves, strict=True)]
+    return torch.cat(places).to(cu.device)
+
+
+@as_kernel
+def thd_read_half_tensor(x, cu, half):
+    return x.index_select(0, _half(cu, half))
+
+
+@as_kernel
+def thd_read_second_half_lse(logs, cu, packed, length):
+    return logs.index_select(1, _half(cu, 1))
+
+
+@as_kernel
+def thd_second_half_lse_correction(logs, step, cu, packed):
+    places = _half(cu, 1)
+    logs[:, places] = torch.logaddexp(logs[:, places], step.view(len(logs), -1))
+
+
+@as_kernel
+def thd_out_correction(out, step, before, logs, of_step, cu, only_second_half, packed):
+    """``before``, ``logs`` [heads, t]: of the keys until now, without and with the step's."""
+    places = _half(cu, 1) if only_second_half else torch.arange(logs.shape[1], device=out.device)
+    shares = before[:, places], of_step.view(len(before), -1)
+    old, new = ((share - logs[:, places]).exp().T[..., None] for share in shares)
+    rows = out.view(-1, logs.shape[0], out.shape[-1])
+    rows[places] = (rows[places].float() * old + step.view(len(places), *rows.shape[1:]).float() * new).to(out.dtype)
+
+
+@as_kernel
+def thd_grad_correction(total, step, cu, *hows):
+    """What is done with each sequence's halves; a half with nothing to be added or copied is not in ``step``."""
+    given = [half for half, how in enumerate(hows) if how in ("add", "copy")]
+    step = step.view(-1, *total.shape[1:])
+    for half, how in enumerate(hows):
+        places = _half(cu, half)
+        part = step if len(given) == 1 else step[places]
+        if how == "add":
+            total[places] += part
+        elif how == "copy":
+            total[places] = part
+        elif how == "zero":
+            total[places] = 0
 
 
 def _rotate(x, angles, sign):
@@ -204,22 +287,26 @@ def _rotate(x, angles, sign):
     return torch.cat(((turned * angles.cos() + halves * angles.sin() * sign).to(x.dtype), rest), -1)
 
 
-def _rotate_all(x, angles, layout, cu_seqlens, sign):
+def _rotate_all(x, angles, layout, cu_seqlens, sign, cp_size, cp_rank):
     if cu_seqlens is not None:
-        parts = x.split(cu_seqlens.diff().tolist())
-        return torch.cat([_rotate(part[:, None], angles[: len(part)], sign)[:, 0] for part in parts])
+        found = []
+        for part in x.split((cu_seqlens.diff() // cp_size).tolist()):
+            chunks = angles[: cp_size * len(part)].chunk(2 * cp_size if cp_size > 1 else 1)
+            own = torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp_size > 1 else chunks[0]
+            found.append(_rotate(part[:, None], own, sign)[:, 0])
+        return torch.cat(found)
     by_position = layout == NVTE_QKV_Format.NVTE_SBHD
     return _rotate(x, angles[: x.shape[0]] if by_position else angles[: x.shape[1]].transpose(0, 1), sign)
 
 
 @as_kernel
 def fused_rope_forward(x, angles, start, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    return _rotate_all(x, angles, layout, cu_seqlens, 1)
+    return _rotate_all(x, angles, layout, cu_seqlens, 1, cp_size, cp_rank)
 
 
 @as_kernel
 def fused_rope_backward(grad, angles, start, layout, interleaved, cu_seqlens, cp_size, cp_rank, *_):
-    return _rotate_all(grad, angles, layout, cu_seqlens, -1)
+    return _rotate_all(grad, angles, layout, cu_seqlens, -1, cp_size, cp_rank)
 
 
 @as_kernel
