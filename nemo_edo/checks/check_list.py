@@ -3,10 +3,12 @@ here; those of a config are in ``checks.doctor``."""
 
 from __future__ import annotations
 
+from functools import partial
+
 from nemo_edo.checks import machine_checks, numbers
 from nemo_edo.checks.machine import DOCTOR, NODES, SELFTEST, Check
 from nemo_edo.checks.machine_checks import server_run, several
-from nemo_edo.checks.numbers import FASTEST, MIXTURE, PACKED, SameNumbers, a_gpu, a_spare_gpu, te_on
+from nemo_edo.checks.numbers import FASTEST, MIXTURE, PACKED, QWEN, SameNumbers, a_gpu, a_spare_gpu, te_on
 
 RANKS = {"runs_in": (SELFTEST, NODES), "needs": several, "every_rank": True}
 HOPPER, BLACKWELL = te_on(9.0), te_on(10.0)
@@ -24,6 +26,7 @@ SPLIT = {
     "every_rank": True,
     "remedy": "another split of the ranks; the all-reduce above tells whether they can reach each other",
 }
+CONTEXT = {**SPLIT, "needs": lambda machine: several(machine) or te_on()(machine)}
 TRAINING = {"every_rank": True, "remedy": "see the splits above"}
 
 CHECKS = [
@@ -52,6 +55,8 @@ CHECKS = [
           remedy="start every process with NVIDIA_TF32_OVERRIDE=0 in its environment"),
     Check("precision", "fp32, as transformers", numbers.against_transformers,
           remedy="compare the versions with those that nemo-edo doctor expects: nothing below can be trusted"),
+    Check("precision", "grouped queries, biases, tied head", partial(numbers.against_transformers, model=QWEN),
+          remedy="train a model without them, and report the versions of Transformer Engine and Megatron-Bridge"),
     Check("precision", "tf32", SameNumbers("tf32"), needs=a_gpu, remedy="train with precision.tf32=false"),
     Check("precision", "bf16", SameNumbers("bf16"), remedy="train in fp32"),
     Check("precision", "fp8, tensorwise", SameNumbers("fp8 tensorwise"), needs=HOPPER, **FP8),
@@ -75,8 +80,12 @@ CHECKS = [
     Check("split", "tensor, with the sequence",
           SameNumbers(split="tensor", parallelism={"sequence_parallel": True}), **SPLIT),
     Check("split", "pipeline", SameNumbers(split="pipeline", at_most=4), **SPLIT),
-    Check("split", "context", SameNumbers("bf16", split="context"),
-          **{**SPLIT, "needs": lambda machine: several(machine) or te_on()(machine)}),
+    Check("split", "tensor and pipeline, tied head",
+          SameNumbers(split="pipeline", at_most=2, model=QWEN, parallelism={"tensor_model_parallel_size": 2}),
+          **{**SPLIT, "needs": partial(several, least=4)}),
+    Check("split", "context", SameNumbers("bf16", split="context"), **CONTEXT),
+    Check("split", "context, grouped queries", SameNumbers("bf16", split="context", model=QWEN), **CONTEXT),
+    Check("split", "context, packed", SameNumbers("bf16", split="context", model=QWEN, training=PACKED), **CONTEXT),
     Check("split", "experts", SameNumbers(split="expert", model=MIXTURE), **SPLIT),
     Check("training", "ED-GRPO step", SameNumbers(world=True), **TRAINING),
     Check("training", "ED-iDPO step", SameNumbers(algorithm="idpo", world=True), **TRAINING),

@@ -25,8 +25,12 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "
          "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512,
          "initializer_range": 0.04, "tie_word_embeddings": False}  # fmt: skip
 """Divides over eight ranks in every direction but the layers; heads of 64, which flash attention has kernels for."""
-LLAMA, MIXTURE = "llama", "qwen3_moe"  # model types, and the names of their folders
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+LLAMA, QWEN, MIXTURE = "llama", "qwen2", "qwen3_moe"  # model types, and the names of their folders
+MODELS = {
+    LLAMA: {},
+    QWEN: {"num_key_value_heads": 2, "tie_word_embeddings": True},  # and biases of queries, keys and values
+    MIXTURE: {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+}
 ROWS, LENGTH, PROMPT = 16, 128, 40  # the size of a batch; lengths suit every split and FP8's multiples
 GROUP = 4  # responses to a prompt
 TEMPERATURE = 0.7
@@ -163,10 +167,10 @@ def _logprobs_compared(what: str, found: np.ndarray, expected: np.ndarray, bound
     return failed(f"{what} differ by {far:.1e}; expected at most {bounds.values:.0e}", values=far)
 
 
-def against_transformers(machine: Machine) -> Finding:
+def against_transformers(machine: Machine, model: str = LLAMA) -> Finding:
     """The reference of the other checks."""
-    found = reference(machine, LLAMA, "grpo")
-    expected = machine.run(of_transformers, machine.scratch / LLAMA)
+    found = reference(machine, model, "grpo")
+    expected = machine.run(of_transformers, machine.scratch / model)
     return compared(found, replace(found, values=expected), SameNumbers().bounds)
 
 
@@ -196,11 +200,14 @@ def write_model(folder: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    more = EXPERTS if folder.name == MIXTURE else {}
-    config = AutoConfig.for_model(folder.name, **more, **SHAPE, bos_token_id=None, eos_token_id=1, pad_token_id=0)
-    with torch.random.fork_rng(devices=[]):
+    fields = {**SHAPE, **MODELS[folder.name], "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(folder.name, **fields))
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # transformers begins with zeros, which a lost bias would not change
+                parameter.normal_(std=0.1)
+        model.save_pretrained(folder)
 
 
 def batch() -> TrainingBatch:

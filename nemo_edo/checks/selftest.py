@@ -107,7 +107,7 @@ def prepared(machine: Machine, chosen: Sequence[Check]) -> Machine:
         machine = replace(machine, forks=forks)
     if machine.forks:
         import nemo_edo.models  # noqa: F401
-    for name in (numbers.LLAMA, numbers.MIXTURE):
+    for name in numbers.MODELS:
         numbers.write_model(machine.scratch / name)
     return machine
 

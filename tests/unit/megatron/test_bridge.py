@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
+from nemo_edo.megatron import bridge
 from nemo_edo.megatron.bridge import build_model, check_model_folder
 from nemo_edo.megatron.hf_export import export_hf_folder
 from nemo_edo.megatron.platform import initialize_parallel_state
@@ -105,6 +106,13 @@ def test_another_model_of_the_same_split_makes_no_new_process_groups(half, tiny,
     group = parallel_state.get_tensor_model_parallel_group()
     tiny.build_policy(tiny_qwen2)
     assert parallel_state.get_tensor_model_parallel_group() is group
+
+
+def test_weight_gradients_that_are_not_fused_for_want_of_apex_are_told(caplog):
+    provider = SimpleNamespace(gradient_accumulation_fusion=True, num_moe_experts=None)
+    bridge._configure_training(provider, ParallelismConfig())
+    assert not provider.gradient_accumulation_fusion
+    assert "fused_weight_gradient_mlp_cuda is absent" in caplog.text
 
 
 def test_the_router_of_experts_adds_no_loss(tiny, tmp_path):
