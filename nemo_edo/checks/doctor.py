@@ -223,8 +223,6 @@ def _memory_table(case: Case) -> str:
     micro_batches = f", with micro-batches of {load.tokens:,} tokens at most" if load.trains else ""
     lines = [f"{training}{micro_batches}", ""]
     lines += [f"{name:16}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in table.items()]
-    if not case.devices.cpu:
-        lines.append(f"and {_gb(stages[0].host)} GB of the host's memory for each process")
     return "\n".join([*lines, ""])
 
 
@@ -239,6 +237,23 @@ def fits(case: Case) -> str:
         lines.append(f"  {overrides} (cost: {cost})")
     enough = "" if needed <= there else ": more or larger GPUs are needed"
     raise UserError("\n".join([*lines, f"with all of it: {_gb(needed)} GB{enough}"]))
+
+
+def host_memory(case: Case) -> str:
+    """What the processes of a node have in its memory, with the copies of a checkpoint that each rank writes or reads:
+    its weights and its share of the optimizer's state."""
+    if case.devices.cpu or case.only_served:
+        return ""
+    stage = max(case.fullest[1], key=lambda stage: stage.host + stage.checkpoint)
+    processes, there = min(case.devices.count, advice.GPUS_OF_A_NODE), total_bytes()
+    need = processes * (stage.host + stage.checkpoint)
+    said = (
+        f"{_gb(stage.host)} GB for each process, and {_gb(stage.checkpoint)} while it writes or reads a checkpoint: "
+        f"{_gb(need)} GB for the {processes} of a node"
+    )
+    if case.devices.here and need > there:
+        raise UserError(f"host memory: {said}; there are {_gb(there)}: set parallelism=dp_sharded, or use more nodes")
+    return said
 
 
 def as_transformers(case: Case) -> str:
@@ -317,7 +332,8 @@ def time(case: Case) -> str:
     parts = {"log-probabilities" if part == "logprobs" else part: seconds for part, seconds in times._asdict().items()}
     shown = ", ".join(f"{part} {parts[part]:,.0f} s" for part in list(parts)[:4])
     return (
-        f"an iteration of {name} on H100s: about {times.total:,.0f} s ({shown})\n"
+        f"an iteration of {name} on H100s: about {times.total:,.0f} s ({shown}), and its {arm.iterations} iterations "
+        f"{arm.iterations * times.total / 3600:,.1f} h without evaluations\n"
         f"for {iteration.samples:,} responses of {iteration.response:,} tokens on average and {iteration.longest:,} at "
         f"most, generated {f'by {started} servers' if served else 'in process'} (docs/models.md)\n"
     )
@@ -382,6 +398,7 @@ def _gb(size: int) -> str:
 
 CONFIG_CHECKS = {
     "fits": fits,
+    "host memory": host_memory,
     "time": time,
     "servers": servers,
     "numbers": as_transformers,

@@ -94,6 +94,7 @@ class Memory:
     generation: int  # the cache and the logits of the tokens to choose, while no activations are kept
     overhead: int  # the two assumptions
     host: int  # in the host's memory, for each GPU: reference and offloaded state; none in addition to a CPU's
+    checkpoint: int  # in the host's memory, for each GPU, while a checkpoint is written or read
 
     @property
     def always(self) -> int:
@@ -112,7 +113,7 @@ class Memory:
 
     def items(self) -> Iterator[tuple[str, int]]:
         """Each part on the GPU by its name."""
-        names = [field.name for field in fields(self) if field.name != "host"]
+        names = [field.name for field in fields(self) if field.name not in ("host", "checkpoint")]
         return ((name.replace("_", " "), getattr(self, name)) for name in names)
 
 
@@ -179,6 +180,7 @@ def stage_memory(load: Workload, stage: int) -> Memory:
         generation=generation,
         overhead=0,
         host=offloaded + (number * trained if in_host else 0),
+        checkpoint=number * (parameters + adapters) + state if load.trains else 0,
     )
     overhead = CPU_OVERHEAD if load.cpu else OVERHEAD
     return replace(memory, overhead=overhead + round(FRAGMENTATION * memory.total))

@@ -70,7 +70,7 @@ def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _launch(args: argparse.Namespace) -> None:
-    from nemo_edo.cluster.launch import launch, plan, plan_selftest
+    from nemo_edo.cluster.launch import launch, plan, plan_selftest, time_plan
 
     config = (args.config_name, _overrides(args), args.config_path)
     if args.multirun and args.selftest:
@@ -78,6 +78,8 @@ def _launch(args: argparse.Namespace) -> None:
     if args.only and not args.selftest:
         raise UserError("--only is for --selftest")
     planned = plan_selftest(*config, args.only) if args.selftest else plan(*config, multirun=args.multirun)
+    if args.dry_run and (estimate := time_plan(planned)):
+        print(estimate, file=sys.stderr)  # the script alone is the output
     say(launch(planned, dry_run=args.dry_run))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from nemo_edo.checks import doctor
 from nemo_edo.checks.preflight import check_job
 from nemo_edo.config import ClusterConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
@@ -53,6 +54,7 @@ class Launch:
     cluster: ClusterConfig
     server_limit_s: float  # seconds until servers must be ready
     sweep: Sweep | None = None  # the members', which gets a report at its end
+    cfg: RunConfig | None = None  # of the run, or of the sweep's first one
 
 
 def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, multirun: bool) -> Launch:
@@ -90,7 +92,7 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         check_job(one)
     require_gpus_at_work(cfg)
     limit_s = cfg.generation.servers.start_limit_s
-    return _launchable(Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep))
+    return _launchable(Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep, cfg))
 
 
 def require_gpus_at_work(cfg: RunConfig) -> None:
@@ -172,6 +174,18 @@ def launch(plan: Launch, *, dry_run: bool) -> str:
         table = f"{plan.folder}/attempts/0/{jobs[0]}.0/task_0.log"
         lines.append(f"the selftest's table: {table}, and {plan.folder.parent}/selftest.json")
     return "\n".join(lines)
+
+
+def time_plan(launch: Launch) -> str:
+    """How long the doctor estimates a run to take on H100s, next to its limit; empty for jobs without GPUs."""
+    cluster, gpus = launch.cluster, launch.cluster.nodes * (launch.cluster.gpus_per_node or 0)
+    if launch.cfg is None or not gpus:
+        return ""
+    try:
+        said = doctor.time(doctor.case(launch.cfg, [], doctor.devices([], gpus, None)))
+    except UserError as error:
+        return f"no estimate of the time: {error}"
+    return said and f"{said}the job: cluster.time_limit={cluster.time_limit}, requeued up to {cluster.requeues} times"
 
 
 # --- scripts ------------------------------------------------------------------------------------------------------

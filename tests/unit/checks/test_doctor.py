@@ -69,6 +69,8 @@ def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, eight
     assert (status, text.splitlines()[-1]) == (0, "ok")
     assert "to be given  model.path, data.train, data.test" in text
     assert "7.62 billion parameters, bf16, tensor 2 x data 4" in text
+    # 2 bytes for each weight of a rank's half, and a quarter of 12 for each.
+    assert "19.0 while it writes or reads a checkpoint: 213.2 GB for the 8 of a node" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

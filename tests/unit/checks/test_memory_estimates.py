@@ -37,8 +37,9 @@ def load(parallelism: ParallelismConfig | None = None, shape: ModelShape = SHAPE
 def test_the_distributed_optimizer_splits_its_state_over_data_and_context_ranks_and_may_move_it_to_the_host():
     sharded = ParallelismConfig(use_distributed_optimizer=True, context_parallel_size=2)
     assert stage_memory(load(sharded, data_parallel=3), 0).optimizer == pytest.approx(2 * SHAPE.parameters, rel=1e-3)
-    alike = load(ParallelismConfig(context_parallel_size=2), data_parallel=3)
-    assert stage_memory(alike, 0).optimizer == 12 * SHAPE.parameters
+    alike = stage_memory(load(ParallelismConfig(context_parallel_size=2), data_parallel=3), 0)
+    assert alike.optimizer == 12 * SHAPE.parameters
+    assert alike.checkpoint == 14 * SHAPE.parameters  # with the weights in bf16
     offloaded = load(ParallelismConfig(use_distributed_optimizer=True, optimizer_offload_fraction=0.75))
     found = stage_memory(offloaded, 0).optimizer, stage_memory(offloaded, 0).host
     assert found == (3 * SHAPE.parameters, 9 * SHAPE.parameters)

@@ -235,3 +235,26 @@ def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_pat
     monkeypatch.setenv("RANK", "0")
     control.tell_outcome(control.FINISHED)
     assert (tmp_path / "outcome").read_text() == "finished\n"
+
+
+GRPO = ["model=qwen2_5_7b", "model.path=/nodes/m", "data.train=/nodes/a", "data.test=/nodes/b", "cluster=slurm_gpu8"]
+
+
+@pytest.mark.parametrize(("overrides", "named"), [
+    (["cluster.nodes=16", "generation=vllm", "generation.placement=shared"],
+     "generation.placement=shared .* first of cluster.nodes=16 nodes alone: set cluster.server_nodes"),
+    (["cluster.nodes=2", "generation=vllm"], "generation.placement=apart .* cluster.nodes=2"),
+    (["cluster.nodes=2", "cluster.server_nodes=2", "generation=vllm", "generation.servers.replicas=4"],
+     "4 x 1 GPUs serve on each .* have 8: set generation.servers.replicas=8"),
+])
+def test_a_job_whose_servers_leave_most_gpus_idle_is_refused(tmp_path, overrides, named):
+    with pytest.raises(ConfigError, match=named):
+        launching.plan("grpo_gsm8k", [*GRPO, f"output_dir={tmp_path}", *overrides], None, multirun=False)
+
+
+def test_a_dry_run_tells_how_long_the_run_takes_next_to_its_limit(tmp_path, capsys):
+    given = [*GRPO, "cluster.nodes=2", "generation=megatron", f"output_dir={tmp_path}", "cluster.time_limit=04:00:00"]
+    assert main(["launch", "--config-name", "grpo_gsm8k", *given, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("#!/bin/bash\n#SBATCH ")
+    assert "an iteration of" in printed.err and "cluster.time_limit=04:00:00" in printed.err
