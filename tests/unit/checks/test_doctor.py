@@ -108,10 +108,11 @@ def test_the_numbers_of_a_model_at_hand_are_compared_with_transformers(doctor, t
     ("mistral", {"sliding_window": 16}, ROWS, None),
     ("qwen3", {"attention_bias": True}, ROWS, "attention_bias is true"),
     ("llama", {"num_hidden_layers": 3}, ROWS, "model.layers.2."),
-    ("llama", {}, [{"question": "1 + 1"}], "train.jsonl"),
+    ("llama", {}, [{"question": "1 + 1"}], "train.jsonl"), ("qwen3_moe", {}, ROWS, None),
 ])
 def test_the_doctor_refuses_the_folder_and_the_data_that_a_run_refuses(doctor, tmp_path, family, fields, rows, refused):
-    folder = write_tiny_model(tmp_path / "model", family)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48} if "moe" in family else {}
+    folder = write_tiny_model(tmp_path / "model", family, **experts)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "layer_types": None, **fields}))
     files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', some)}"
@@ -120,3 +121,4 @@ def test_the_doctor_refuses_the_folder_and_the_data_that_a_run_refuses(doctor, t
                           "data.chat_template=false", "sampling.max_new_tokens=10", "precision=fp32",
                           "model.verify=false", "grpo.allow_one_step=true")
     assert (status, refused is None or refused in text) == (0 if refused is None else 2, True), text
+    assert ("the model has 4 experts, and generation.routing_replay is false" in text) == bool(experts)
