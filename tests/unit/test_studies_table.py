@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import numpy as np
+import primary_question
 import pytest
 import studies_table
 import theory_charts
@@ -22,9 +24,16 @@ def test_every_table_of_the_page_is_computed_from_the_files():
 
 
 def test_means_are_over_seeds_and_differences_are_paired_by_seed_at_the_last_evaluation():
-    rows = [row("grpo", 1, 0.5), row("grpo", 2, 0.7), row("grpo", 3, 0.9), row("other", 1, 0.6), row("other", 2, 0.9),
-            row("grpo", 1, 0.0, iteration="3"), row("other", 1, 0.0, temperature="0.6"),
-            row("other", 3, 0.0, note="stopped")]
+    rows = [
+        row("grpo", 1, 0.5),
+        row("grpo", 2, 0.7),
+        row("grpo", 3, 0.9),
+        row("other", 1, 0.6),
+        row("other", 2, 0.9),
+        row("grpo", 1, 0.0, iteration="3"),
+        row("other", 1, 0.0, temperature="0.6"),
+        row("other", 3, 0.0, note="stopped"),
+    ]
     found = by_seed(rows)
     assert (mean(found["grpo", ""], "vote"), mean(found["other", ""], "vote")) == ("0.700", "0.750")
     # +0.1 and +0.2: 0.15 with Student's t at one degree of freedom, 12.706 x 0.05
@@ -55,3 +64,22 @@ def test_the_theorys_page_compares_the_terms_gradient_with_its_closed_form():
     for logits in (old, moved):
         expected = ((p - logits.softmax(0)).square().sum() + (1 - p.square().sum()) / 64) ** 0.5
         assert theory_charts.mean_gradient_norm(logits, old, 64) == pytest.approx(float(expected), rel=0.05)
+
+
+def test_the_primary_question_is_answered_by_blocks_and_has_the_power_of_the_closed_form():
+    rows = [row(arm, seed, vote, task=task, dose=dose) for task in ("t", "u") for seed in range(9)
+            for arm, dose, vote in [("grpo", "", 0.5), ("replicate", "", 0.5 + seed / 100), ("ed_grpo", "0.01", 0.6),
+                                    ("ed_grpo", "0.03", 0.6)]]  # fmt: skip
+    del rows[-1]  # an incomplete block
+    found = primary_question.blocks(rows, 2)
+    assert {task: len(of_task) for task, of_task in found.items()} == {"t": 9, "u": 8}
+    values = [[primary_question.difference(block) for block in of_task] for of_task in found.values()]
+    # seed / 200 below 0.1: means of 0.08 and 0.0825, of 9 and 8 seeds
+    result = primary_question.estimate(values)
+    assert result.mean == pytest.approx(0.08125)
+    assert result.error == pytest.approx(0.0031458, rel=1e-3)  # variances of 7.5 and 6 / 200 / 200, of 9 and 8 seeds
+    assert result.verdict == (True, False, False)
+    assert primary_question.permutation_p(found, np.random.default_rng(1)) < 0.001
+    # error = 0.02 sqrt((1 / 3 + 1 / 2) / 40): 0.00289, so that 0.009 is 3.1 errors from 0
+    gains, losses, _ = primary_question.power([0.02] * 4, 10, 0.009, varies=0.0, shared=0.0, doses=3, studies=500)
+    assert gains == pytest.approx(0.86, abs=0.05) and losses == 0
