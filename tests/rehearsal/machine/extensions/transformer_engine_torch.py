@@ -169,7 +169,7 @@ def fused_attn_bwd(
     queries = (_parts(x, layout, cu_q) for x in (q, out, grad.view_as(out)))
     parts = zip(*queries, _parts(k, layout, cu_kv), _parts(v, layout, cu_kv), logs, strict=True)
     found = zip(*(_attend_back(*part, mask, scale) for part in parts), strict=True)
-    return [_whole(grads, layout, len(x)) for grads, x in zip(found, (q, k, v), strict=True)]
+    return [*(_whole(grads, layout, len(x)) for grads, x in zip(found, (q, k, v), strict=True)), None]  # of the bias
 
 
 THD = NVTE_QKV_Layout.NVTE_THD_THD_THD
