@@ -9,9 +9,12 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.inference.communication_utils import recv_from_prev_pipeline_rank_, send_to_next_pipeline_rank
 from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor
+
+from nemo_edo.megatron.layer_spec import products_of_few_rows
 
 SWITCHES = {
     "sequence_parallel": False,
@@ -25,7 +28,7 @@ SWITCHES = {
 @contextlib.contextmanager
 def token_by_token(chunks: list[MegatronModule]) -> Iterator[list[MegatronModule]]:
     """Inside the block the model is in evaluation mode, without sequence parallelism and FP8, which need more than one
-    token at a time. FP8 weights are used as their bf16 originals."""
+    token at a time. FP8 weights are used as their bf16 originals. Its logits are those of the last position alone."""
     config = get_model_config(chunks[0])
     modules = [module for chunk in chunks for module in chunk.modules()]
     before = [(module, "training", module.training) for module in modules] + [(config, "fp8", config.fp8)]
@@ -35,7 +38,8 @@ def token_by_token(chunks: list[MegatronModule]) -> Iterator[list[MegatronModule
     for owner, name, _ in before:
         setattr(owner, name, {**SWITCHES, "training": False, "fp8": None}[name])
     try:
-        yield chunks
+        with InferenceMode.active(), products_of_few_rows(chunks):
+            yield chunks
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)

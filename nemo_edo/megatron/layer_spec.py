@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -33,6 +34,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.megatron.cpu import without_cuda
 from nemo_edo.megatron.cpu.attention import RotatingSelfAttention, SDPAttention, rotates, sdpa_lacks
 from nemo_edo.megatron.cpu.families import TorchNorm, complete_tables, local_changes
+from nemo_edo.megatron.cpu.packed import packed_weights
 
 logger = logging.getLogger(__name__)
 
@@ -182,6 +184,12 @@ def shares_prompts(attention: Attention) -> bool:
     """Whether an attention layer can compute packs whose sequences share prompts."""
     whole = isinstance(attention, RotatingSelfAttention) and isinstance(attention.core_attention, SDPAttention)
     return whole and rotates(attention.config)
+
+
+def products_of_few_rows(chunks: list[MegatronModule]) -> AbstractContextManager[None]:
+    """Inside the block matrix products are made for decoding: weights do not change, and nothing is differentiated."""
+    on_cpu = next(chunks[0].parameters()).device.type == "cpu"
+    return packed_weights(chunks) if on_cpu and torch.backends.mkldnn.is_available() else nullcontext()
 
 
 # --- names -----------------------------------------------------------------------------------------------------------

@@ -81,6 +81,13 @@ def greedy(model, prompt) -> tuple[int, ...]:
     return tuple(tokens[len(prompt) :])
 
 
+def test_decoding_computes_logits_of_last_positions_alone(engine, requests, monkeypatch):
+    outputs, through_stages = [], megatron_engine.through_stages
+    monkeypatch.setattr(megatron_engine, "through_stages", lambda *a: outputs.append(through_stages(*a)) or outputs[-1])
+    engine.generate(requests, params(max_new_tokens=2))
+    assert {logits.shape[1] for logits in outputs} == {1}
+
+
 @pytest.mark.parametrize("threshold", [0.0, 0.9], ids=["when the cache is full", "as they end"])
 def test_waiting_requests_take_the_places_of_rows_that_ended(tiny, policy, requests, monkeypatch, threshold):
     """Of two rows one decodes twelve tokens, and meanwhile the other all further requests, of two tokens each."""
