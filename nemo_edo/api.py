@@ -24,7 +24,7 @@ from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import Evaluation, main_metrics, paired_interval, require_same_problems
 from nemo_edo.experiments.grid import train_command
 from nemo_edo.experiments.sweep import plan_sweep, run_sweep
-from nemo_edo.report.run_set import SWEEP, sweep_members
+from nemo_edo.report.run_folders import SWEEP, sweep_members
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import CONFIG, METRICS
 from nemo_edo.utils.processes import end_with

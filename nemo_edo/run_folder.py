@@ -10,14 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 import yaml
 
+from nemo_edo.config.run import BEST, START
 from nemo_edo.errors import CANNOT_WRITE, RESTORE, DamagedFile, UserError
-from nemo_edo.evaluation.results import BEST, START, Evaluation, load_evaluation
-from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.utils.files import (
     flattened,
     json_text,
@@ -29,6 +28,9 @@ from nemo_edo.utils.files import (
     write_text,
 )
 from nemo_edo.utils.owned_file import InUse, OwnedFile
+
+if TYPE_CHECKING:
+    from nemo_edo.evaluation.results import Evaluation
 
 MAY_CHANGE = (
     *(
@@ -123,6 +125,8 @@ class RunFolder:
 
     def evaluations(self, arms: Iterable[str]) -> dict[str, Evaluation]:
         """The final results of those of the arms that have been evaluated. Errors as of ``load_evaluation``."""
+        from nemo_edo.evaluation.results import load_evaluation  # loads numpy
+
         paths = {arm: self.evaluation(arm) for arm in arms}
         return {arm: load_evaluation(path) for arm, path in paths.items() if path.is_file()}
 
@@ -220,6 +224,8 @@ class RunFolder:
 
     def replace_evaluations(self) -> None:
         """Puts the new evaluations of ``REPLACEMENT`` in the place of the stored ones: done again, it has no effect."""
+        from nemo_edo.rollouts.store import RolloutStore  # loads pyarrow
+
         new = read_object(self.path / REPLACEMENT, ("responses", "results", "metrics_bytes", "lines"))
         for place, newer, iteration in new["responses"]:
             if any(self._inside(newer).glob("*/*.parquet")):  # otherwise a killed process has moved them

@@ -24,6 +24,7 @@ from nemo_edo.utils.wording import printable
 if TYPE_CHECKING:
     from nemo_edo.config import RunConfig
     from nemo_edo.experiments.grid import FailedCell
+    from nemo_edo.run.stored_run import StoredRun
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -96,13 +97,14 @@ def _evaluate(args: argparse.Namespace) -> None:
     elif not runs:
         raise UserError("name the folder of a run, or a config with --config-name")
     elif args.stored:
-        from nemo_edo.run.stored_run import evaluate_stored
+        from nemo_edo.run.stored_evaluation import evaluate_stored
 
         say_all(evaluate_stored(runs, args.arm, overrides))
     elif len(runs) > 1:
         raise UserError(f"evaluate takes one run, not {len(runs)}; --stored takes several")
     else:
-        _jobs().evaluate(runs[0], args.arm, overrides)
+        opened = _opened(runs[0], args, overrides, "evaluation.")
+        _jobs().evaluate(opened, args.arm)
 
 
 def _search(args: argparse.Namespace) -> None:
@@ -110,10 +112,11 @@ def _search(args: argparse.Namespace) -> None:
     if args.config_name is None and len(runs) != 1:
         raise UserError(f"name the folder of one run, or a config with --config-name; got {len(runs)} runs")
     cfg = _named_config(args) if args.config_name is not None else None
+    opened = _opened(runs[0], args, overrides, "search.", "generation.") if cfg is None else None
     _quiet()
     from nemo_edo.search import job
 
-    say_all(job.search(runs[0], args.arm, overrides) if cfg is None else job.search_model(cfg))
+    say_all(job.search(opened, args.arm) if cfg is None else job.search_model(cfg))
 
 
 def _score(args: argparse.Namespace) -> None:
@@ -129,11 +132,13 @@ def _score(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from nemo_edo.report.page import write_report
-    from nemo_edo.report.run_set import find_runs, read_runs
-    from nemo_edo.run_folder import taken
+    from nemo_edo.report.run_folders import find_runs
 
     found = find_runs(args.runs)
+    from nemo_edo.report.page import write_report  # loads pandas
+    from nemo_edo.report.run_set import read_runs
+    from nemo_edo.run_folder import taken
+
     with taken(found.folders):
         say_all(write_report(read_runs(found), args.out, args.baseline).lines)
 
@@ -182,10 +187,12 @@ def _selftest(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
+    from nemo_edo.run.stored_run import open_run
     from nemo_edo.utils.files import parse_size
 
     size = parse_size("--max-shard-size", args.max_shard_size)
-    _jobs().export(args.run, args.out, args.arm, size, args.adapter, args.push_to_hub)
+    opened = open_run(args.run)
+    _jobs().export(opened, args.out, args.arm, size, args.adapter, args.push_to_hub)
 
 
 def _replay(args: argparse.Namespace) -> None:
@@ -205,6 +212,13 @@ def _named_config(args: argparse.Namespace) -> RunConfig:
     from nemo_edo.config.compose import compose_run
 
     return preflight(compose_run(args.config_name, _overrides(args), args.config_path))
+
+
+def _opened(run: Path, args: argparse.Namespace, overrides: list[str], *only: str) -> StoredRun:
+    """Checked before torch and Megatron are imported."""
+    from nemo_edo.run.stored_run import open_run
+
+    return open_run(run, overrides, only=[*only, "allow_changed="], command=args.command)
 
 
 def _runs_and_overrides(args: argparse.Namespace, *, stored: bool = False) -> tuple[list[Path], list[str]]:

@@ -15,15 +15,12 @@ from typing import Any
 import numpy as np
 
 from nemo_edo.config import EvaluationConfig
+from nemo_edo.config.run import BEST, START
 from nemo_edo.errors import UserError
 from nemo_edo.metrics.intervals import Interval, bootstrap_ratios, mean_interval, share_intervals
 from nemo_edo.metrics.paired import paired_difference, solved_and_lost
 from nemo_edo.utils.files import read_object
 
-START = "warmup"
-"""The name under which the policy that every arm starts from is evaluated."""
-BEST = ".best"
-"""What the names of an arm's best policies have after its own; none of an arm's names has it."""
 LONGEST_NAME = 120
 GREEDY = "greedy"
 KINDS = (GREEDY, "sampled")

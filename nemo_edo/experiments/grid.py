@@ -27,13 +27,13 @@ import yaml
 
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
+from nemo_edo.config.run import START
 from nemo_edo.errors import RunStopped
-from nemo_edo.evaluation.results import START
-from nemo_edo.run.metrics_log import clock_time
 from nemo_edo.run_folder import CONFIG, JOURNAL, METRICS, RunFolder
 from nemo_edo.utils.owned_file import InUse, OwnedFile
 from nemo_edo.utils.processes import end_with
 from nemo_edo.utils.status_line import StatusLine
+from nemo_edo.utils.wording import clock_time
 
 POLL_SECONDS = 0.1
 """How often the processes are looked at."""

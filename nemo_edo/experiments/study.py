@@ -34,9 +34,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from nemo_edo.config.compose import ConfigError
+from nemo_edo.config.run import START
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START
 from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
 from nemo_edo.experiments.study_table import (
     CellKey,
@@ -44,11 +44,8 @@ from nemo_edo.experiments.study_table import (
     cell_of,
     cell_rows,
     config_digest,
-    gains,
-    markdown,
     read_rows,
     stopped_row,
-    verdict,
 )
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.wording import did_you_mean
@@ -113,7 +110,7 @@ class Study(Grid):
     settings: list[str] = field(default_factory=list)
     """Overrides of every cell."""
     held_out: bool = False
-    """Whether the arms that are not baselines claim better votes than the baselines (``study_table.gains``)."""
+    """Whether the arms that are not baselines claim better votes than the baselines (``verdict.gains``)."""
     keep: str = "results"
     """What is kept of a finished cell's folder: nothing; results, what ``nemo-edo report`` reads; everything."""
 
@@ -260,6 +257,8 @@ def verdict_lines(study: Study) -> list[str]:
     """The verdict on a held-out study's claim, with its table, once every cell is done; otherwise nothing."""
     if not study.held_out or study.unfinished():
         return []
+    from nemo_edo.experiments.verdict import gains, markdown, verdict  # loads pandas
+
     wanted = {cell.key for cell in study.cells}
     found = gains([row for row in read_rows(study.table) if cell_of(row) in wanted], study.baselines)
     return [verdict(found), markdown(found)]

@@ -20,7 +20,7 @@ from hydra.errors import OverrideParseException
 
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
-from nemo_edo.report.run_set import sweep_members
+from nemo_edo.report.run_folders import sweep_members
 from nemo_edo.utils.files import check_folder
 
 LONGEST_NAME = 120

@@ -1,11 +1,12 @@
 """What is measured: accuracy of several responses, diversity, entropy, and how sure the numbers are."""
 
+from typing import Any
+
 from nemo_edo.metrics.diversity import (
     answer_entropy,
     distinct_answers,
     distinct_counts,
     distinct_n,
-    entropy_from_logits,
     pooled_distinct,
     self_bleu,
 )
@@ -31,3 +32,12 @@ from nemo_edo.metrics.paired import (
     solved_and_lost,
 )
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k, vote_success
+
+
+def __getattr__(name: str) -> Any:
+    """``entropy_from_logits`` is looked up when it is used: it alone loads torch."""
+    if name != "entropy_from_logits":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nemo_edo.metrics.entropy import entropy_from_logits
+
+    return entropy_from_logits

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy  # loads scipy.special when it is used
 from numpy.typing import ArrayLike
-from scipy.special import betaincinv, nctdtrinc, stdtr, stdtrit
 
 POWER = 0.8
 """The probability with which a difference that counts as detectable is found."""
@@ -96,7 +96,7 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     mean = float(data.mean())
     if data.size == 1:
         return Interval(mean, math.nan, math.nan)
-    half = float(stdtrit(data.size - 1, (1 + level) / 2) * data.std(ddof=1) / math.sqrt(data.size))
+    half = float(scipy.special.stdtrit(data.size - 1, (1 + level) / 2) * data.std(ddof=1) / math.sqrt(data.size))
     return Interval(mean, mean - half, mean + half)
 
 
@@ -106,7 +106,7 @@ def mean_p_value(values: Sequence[float]) -> float:
     Values that are all equal give 0, or 1 where they are 0. Raises ValueError as ``mean_interval`` does.
     """
     mean, error = mean_interval(values).mean, _standard_error(values)
-    return float(mean == 0) if error == 0 else float(2 * stdtr(len(values) - 1, -abs(mean) / error))
+    return float(mean == 0) if error == 0 else float(2 * scipy.special.stdtr(len(values) - 1, -abs(mean) / error))
 
 
 def detectable(values: Sequence[float], *, level: float = 0.05, power: float = POWER) -> float:
@@ -117,8 +117,8 @@ def detectable(values: Sequence[float], *, level: float = 0.05, power: float = P
     """
     mean_interval(values)
     error = _standard_error(values)
-    least = stdtrit(len(values) - 1, 1 - level / 2)
-    return float(error * nctdtrinc(len(values) - 1, 1 - power, least))
+    least = scipy.special.stdtrit(len(values) - 1, 1 - level / 2)
+    return float(error * scipy.special.nctdtrinc(len(values) - 1, 1 - power, least))
 
 
 def _standard_error(values: Sequence[float]) -> float:
@@ -205,8 +205,8 @@ def proportion_interval(successes: int, trials: int, level: float = 0.95) -> Int
     if successes > trials:
         raise ValueError(f"successes is {successes}, expected at most trials = {trials}")
     tail, failures = (1 - level) / 2, trials - successes
-    low = float(betaincinv(successes, failures + 1, tail)) if successes else 0.0
-    high = float(betaincinv(successes + 1, failures, 1 - tail)) if failures else 1.0
+    low = float(scipy.special.betaincinv(successes, failures + 1, tail)) if successes else 0.0
+    high = float(scipy.special.betaincinv(successes + 1, failures, 1 - tail)) if failures else 1.0
     return Interval(successes / trials, low, high)
 
 

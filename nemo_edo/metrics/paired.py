@@ -12,8 +12,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import scipy
 from numpy.typing import ArrayLike
-from scipy.special import bdtr
 
 from nemo_edo.metrics.intervals import (
     Interval,
@@ -70,7 +70,7 @@ def mcnemar(correct_a: Results, correct_b: Results) -> float:
     """
     _, a_P, b_P = _paired(correct_a, correct_b, binary=True)
     only_a, only_b = int((a_P > b_P).sum()), int((b_P > a_P).sum())
-    return min(1.0, float(2 * bdtr(min(only_a, only_b), only_a + only_b, 0.5)))
+    return min(1.0, float(2 * scipy.special.bdtr(min(only_a, only_b), only_a + only_b, 0.5)))
 
 
 def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: int = 10_000, seed: int = 0) -> float:

@@ -8,9 +8,7 @@ to be the same, so that a difference in the results is a difference between arms
 
 from __future__ import annotations
 
-import glob
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -22,10 +20,10 @@ import pandas as pd
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.errors import DamagedFile, UserError
 from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation, require_same_problems
+from nemo_edo.report.run_folders import FoundRuns
 from nemo_edo.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, RunFolder
 from nemo_edo.utils.files import flattened, read_mapping, read_text
 
-SWEEP = "sweep.yaml"
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
 WITHOUT_EFFECT = (
@@ -182,16 +180,6 @@ def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 @dataclass(frozen=True)
-class FoundRuns:
-    folders: tuple[Path, ...]
-    """The folders of finished runs."""
-    left_out: dict[Path, str]
-    """The folders of unfinished runs, with the reason."""
-    common: Path
-    """Where the report goes by default."""
-
-
-@dataclass(frozen=True)
 class Trained:
     """A policy in one run: an arm, the start or the baseline's replicate."""
 
@@ -246,42 +234,6 @@ class RunSet:
         return {name: by_seed for name, by_seed in found.items() if by_seed}
 
 
-def find_runs(arguments: Sequence[str]) -> FoundRuns:
-    """The runs that folders and patterns name: a run's folder, or a folder of runs, such as a sweep's.
-
-    Raises UserError for an argument that names no run, and where none of several runs has finished.
-    """
-    named: list[Path] = []
-    for argument in arguments:
-        path = Path(argument)
-        matches = [path] if path.exists() else [Path(match) for match in sorted(glob.glob(argument))]
-        runs: list[Path] = []
-        for match in matches:
-            if (match / CONFIG).is_file():
-                runs.append(match)
-            elif (match / SWEEP).is_file():
-                runs += [match / name for name in sweep_members(match)]
-            else:
-                runs += sorted(config.parent for config in match.glob(f"*/{CONFIG}"))
-        if not runs:
-            raise UserError(f"{argument}: {'no run is in it' if matches else 'no such folder'}; name folders of runs")
-        named += [run for run in runs if run not in named]
-    if len(arguments) == 1 and named == [Path(arguments[0])]:
-        return FoundRuns((named[0],), {}, named[0])
-    left_out = {}
-    for run in named:
-        if not (run / CONFIG).is_file():
-            left_out[run] = "it has not started"
-        elif not (run / SUMMARY).is_file():
-            left_out[run] = "it has not finished"
-    finished = tuple(run for run in named if run not in left_out)
-    if not finished:
-        raise UserError(f"none of the {len(named)} runs has finished; {named[0]}: {left_out[named[0]]}")
-    alone = len(arguments) == 1 and Path(arguments[0]).is_dir()
-    common = Path(arguments[0]) if alone else Path(os.path.commonpath([run.absolute().parent for run in named]))
-    return FoundRuns(finished, left_out, common)
-
-
 def read_runs(found: FoundRuns) -> RunSet:
     """Reads the finished runs. Raises UserError where two cannot be compared: the settings that differ, other
     test problems, or one arm trained twice with one seed."""
@@ -313,17 +265,6 @@ def arm_settings(record: RunRecord, name: str) -> dict[str, Any]:
     known = record.arms[name]  # with alpha's default, and the coefficient whichever way it was given
     settings |= {"algorithm": algorithm, "alpha": known.alpha, "exploration_coefficient": known.exploration_weight}
     return {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT}
-
-
-def sweep_members(folder: Path) -> dict[str, list[str]]:
-    """The overrides of each member by name, from a sweep's folder. Raises UserError for a ``sweep.yaml`` of others."""
-    path = folder / SWEEP
-    members = read_mapping(path).get("members")
-    if not isinstance(members, dict):
-        raise UserError(f"{path}: members is {members!r:.40}, expected a mapping from names to overrides")
-    if outside := next((name for name in members if "/" in str(name) or str(name).startswith(".")), None):
-        raise UserError(f"{path}: members has {outside!r}, which is not the name of a folder in this one")
-    return members
 
 
 def _require_same_settings(first: RunRecord, other: RunRecord) -> None:

@@ -27,7 +27,8 @@ from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, first_model
 from nemo_edo.run.stop_signal import StallWatch, StopSignal
-from nemo_edo.run.stored_run import StoredRun, evaluate_stored, open_run
+from nemo_edo.run.stored_evaluation import evaluate_stored
+from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.run.summary import examples, kept, kept_warnings, summary
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
 from nemo_edo.run_folder import METRICS, TRACKED, RunFolder
@@ -104,13 +105,9 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
             run.close()
 
 
-def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
-    """Evaluates a finished run's policies again (``overrides`` of evaluation.*), and writes its report again. What is
-    stored is replaced once everything new is complete; a killed evaluation of the same settings resumes."""
-    strange = [override for override in overrides if not override.startswith(("evaluation.", "allow_changed="))]
-    if strange:
-        raise UserError(f"evaluate takes overrides of evaluation.* and allow_changed only, not {', '.join(strange)}")
-    opened = open_run(run, overrides)
+def evaluate(opened: StoredRun, arm: str | None) -> None:
+    """Evaluates a finished run's policies again, and writes its report again. What is stored is replaced once
+    everything new is complete; a killed evaluation of the same settings resumes."""
     folder = opened.folder
     trains = opened.cfg.algorithm != NONE
     names = [arm] if arm else opened.policies
@@ -136,7 +133,12 @@ def evaluate(run: Path, arm: str | None, overrides: list[str]) -> None:
 
 
 def export(
-    run: Path, out: Path, arm: str | None, max_shard_bytes: int, adapter: bool = False, repository: str | None = None
+    opened: StoredRun,
+    out: Path,
+    arm: str | None,
+    max_shard_bytes: int,
+    adapter: bool = False,
+    repository: str | None = None,
 ) -> None:
     """Writes a trained policy as a Hugging Face folder of files of at most ``max_shard_bytes``, with a model card; it
     appears when it is whole.
@@ -148,7 +150,6 @@ def export(
     """
     from nemo_edo.run.model_card import Exported, HubRepository, arm_of, write_card
 
-    opened = open_run(run)
     folder, cfg = opened.folder, opened.cfg
     arms = arm_configs(cfg)
     if workers().size == 1:  # whatever layout and attention trained it
@@ -157,14 +158,14 @@ def export(
         trained = [name for name in arms if name != REPLICATE]
         arm, *others = [name for name in trained if not cfg.arms.get(name)] or trained or [WARMUP]
         if others:
-            raise UserError(f"{run} has the arms {', '.join(trained)}: choose one with --arm")
+            raise UserError(f"{folder.path} has the arms {', '.join(trained)}: choose one with --arm")
     folder.require_arm(arm, [*opened.policies, *opened.best_policies])
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists already and is not an empty folder")
     if out.is_mount():
         raise UserError(f"{out} is a mount point, which no folder can replace: name a folder in it")
     if adapter and not cfg.lora.rank:
-        raise UserError(f"{run} trained all weights (lora.rank=0): export it without --adapter")
+        raise UserError(f"{folder.path} trained all weights (lora.rank=0): export it without --adapter")
     hub = None if repository is None else HubRepository(repository)
     model = Builder(cfg, folder).trained(arm)
     part = temporary_name(out.resolve())

@@ -18,6 +18,7 @@ from nemo_edo.evaluation.results import POOLED, main_metrics
 from nemo_edo.run_folder import logged, parsed_lines
 from nemo_edo.utils.phases import PHASES
 from nemo_edo.utils.status_line import StatusLine
+from nemo_edo.utils.wording import clock_time
 
 PLACES = ("iteration", "policy_version", "step")
 """Numbers of a line that say where it belongs, and are not measurements."""
@@ -244,10 +245,3 @@ def short(number: float) -> str:
         return f"{number:.0f}"
     text = f"{number:.1f}" if size >= 0.995 else f"{number:.2f}" if size >= 0.095 else f"{number:.1g}"
     return text.replace("0.", ".", 1) if size < 0.995 else text
-
-
-def clock_time(seconds: float) -> str:
-    """0:12, 1:40 or 2:03:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -23,7 +23,7 @@ from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.build import RunSettings
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stop_signal import StopSignal
-from nemo_edo.run.stored_run import analyse_arm
+from nemo_edo.run.stored_evaluation import analyse_arm
 from nemo_edo.run.summary import SOLUTION_COLUMNS, solution_rows
 from nemo_edo.run.tracking import log_table
 from nemo_edo.run_folder import METRICS, REPLACEMENT, RunFolder

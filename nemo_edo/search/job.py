@@ -25,7 +25,7 @@ from nemo_edo.reward_models.process_reward import ProcessRewardModel, made_by
 from nemo_edo.run import inputs, jobs
 from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.stop_signal import StopSignal
-from nemo_edo.run.stored_run import open_run
+from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.run_folder import RunFolder, taken
 from nemo_edo.search.search_store import SearchRecord, SearchStore
 from nemo_edo.search.step_proposer import EngineStepProposer
@@ -40,19 +40,10 @@ MEASURED = ("finished", "tokens", "response_tokens", "score", "nodes", "samples"
 """Fields of a record that are averaged over problems in addition to the accuracy."""
 
 
-def search(run: Path, arm: str | None, overrides: list[str]) -> list[str]:
+def search(opened: StoredRun, arm: str | None) -> list[str]:
     """Searches a run's test problems with the policy of an arm, and keeps the results in RUN/search/ARM/NAME, with
-    those of an earlier, killed command. Returns what there is to print.
-
-    ``overrides``: of search.* and generation.* only. Raises UserError for whatever would stop it later, before any
-    weights are read.
-    """
-    strange = [one for one in overrides if not one.lstrip("+").startswith(("search.", "generation.", "allow_changed="))]
-    if strange:
-        raise UserError(
-            f"search takes overrides of search.*, generation.* and allow_changed only, not {', '.join(strange)}"
-        )
-    opened = open_run(run, overrides)
+    those of an earlier, killed command. Returns what there is to print. Raises UserError for whatever would stop it
+    later, before any weights are read."""
     cfg, folder = opened.cfg, opened.folder
     arms = list(arm_configs(cfg))
     own = [name for name in arms if name != REPLICATE]

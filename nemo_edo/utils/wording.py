@@ -22,3 +22,10 @@ def shown(value: Any, limit: int = 80) -> str:
     """A value as Python writes it, with its type, cut after ``limit`` characters."""
     text = repr(value)
     return f"{text if len(text) <= limit else text[:limit] + '...'} ({type(value).__name__})"
+
+
+def clock_time(seconds: float) -> str:
+    """0:12, 1:40 or 2:03:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

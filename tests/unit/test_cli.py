@@ -18,6 +18,7 @@ from nemo_edo.cli import main
 from nemo_edo.cli.arguments import COMMANDS
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.run import stored_run
 
 
 class Recorder(SimpleNamespace):
@@ -32,9 +33,10 @@ class Recorder(SimpleNamespace):
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Stands in for nemo_edo.run.jobs and nemo_edo.search.job, and lets every config pass the checks of files."""
+    """Stands in for nemo_edo.run.jobs and nemo_edo.search.job; every config and run passes the checks of files."""
     recorder = Recorder()
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
+    monkeypatch.setattr(stored_run, "open_run", lambda run, overrides=(), **_: (str(run), *overrides))
     monkeypatch.setattr(nemo_edo.run, "jobs", recorder, raising=False)
     monkeypatch.setattr(nemo_edo.search, "job", recorder, raising=False)
     return recorder
@@ -52,15 +54,15 @@ FAILURE = Path("a/failures/grpo_step_00000001.safetensors")
 
 @pytest.mark.parametrize(("arguments", "call"), [
     (["evaluate", "runs/a", "--arm", "ed_grpo", "evaluation.samples=4"],
-     ("evaluate", Path("runs/a"), "ed_grpo", ["evaluation.samples=4"])),
-    (["export", "runs/a", "out"], ("export", Path("runs/a"), Path("out"), None, 5 * 10**9, False, None)),
+     ("evaluate", ("runs/a", "evaluation.samples=4"), "ed_grpo")),
+    (["export", "runs/a", "out"], ("export", ("runs/a",), Path("out"), None, 5 * 10**9, False, None)),
     (["export", "runs/a", "out", "--arm=grpo", "--max-shard-size=2GiB"],
-     ("export", Path("runs/a"), Path("out"), "grpo", 2**31, False, None)),
+     ("export", ("runs/a",), Path("out"), "grpo", 2**31, False, None)),
     (["export", "runs/a", "out", "--adapter", "--push-to-hub=me/a"],
-     ("export", Path("runs/a"), Path("out"), None, 5 * 10**9, True, "me/a")),
+     ("export", ("runs/a",), Path("out"), None, 5 * 10**9, True, "me/a")),
     (["replay", str(FAILURE), "precision.dtype=fp32"], ("replay", FAILURE, ["precision.dtype=fp32"])),
     (["search", "runs/a", "--arm", "ed_grpo", "search.width=2"],
-     ("search", Path("runs/a"), "ed_grpo", ["search.width=2"])),
+     ("search", ("runs/a", "search.width=2"), "ed_grpo")),
 ])  # fmt: skip
 def test_arguments_and_overrides_reach_the_job(jobs: Recorder, arguments: list[str], call: tuple):
     assert main(arguments) == 0
@@ -169,7 +171,13 @@ def test_print_config_prints_a_config_that_composes_to_the_same_and_trains_nothi
     assert compose_run("printed", [], tmp_path) == compose_run("quickstart", ["seed=7"]) and jobs.calls == []
 
 
-def test_a_wrong_config_is_an_error_before_torch_is_loaded():
-    code = "import sys; from nemo_edo.cli import main; print(main(['train', 'sed=1']), 'torch' in sys.modules)"
+def test_mistakes_in_arguments_are_errors_before_torch_pandas_and_scipy_are_loaded(tmp_path):
+    (tmp_path / "config.yaml").write_text("")
+    wrong = (["train", "sed=1"], ["train", "-m", "sed=1,2"], ["launch", "sed=1"], ["launch"], ["report", "/none"],
+             ["study", "run", "none"], ["evaluate"], ["evaluate", "/none"], ["evaluate", str(tmp_path), "seed=1"],
+             ["search"], ["search", "/none"], ["search", str(tmp_path), "search.none=1"], ["export", "/none", "out"],
+             ["doctor", "--config-name", "none"])  # fmt: skip
+    code = f"import sys\nfrom nemo_edo.cli import main\nfor given in {wrong!r}:\n    print(main(given), given, " \
+        "*{'torch', 'pandas', 'scipy.special', 'transformers'} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
-    assert result.stdout == "2 False\n" and "seed" in result.stderr
+    assert result.stdout.splitlines() == [f"2 {given}" for given in wrong], result.stderr

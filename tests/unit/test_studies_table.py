@@ -11,7 +11,8 @@ from studies_table import PAGE, by_seed, difference, mean, page, studies
 
 from nemo_edo.experiments import study as study_module
 from nemo_edo.experiments.study import ArmEntry
-from nemo_edo.experiments.study_table import COLUMNS, gains, markdown
+from nemo_edo.experiments.study_table import COLUMNS
+from nemo_edo.experiments.verdict import gains, markdown
 
 
 def row(arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:

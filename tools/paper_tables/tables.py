@@ -21,7 +21,8 @@ from nemo_edo.evaluation.results import START, ratio_intervals
 from nemo_edo.metrics import Interval, mean_interval
 from nemo_edo.metrics.intervals import mean_of_shares
 from nemo_edo.report.page import render_page, write_whole
-from nemo_edo.report.run_set import FoundRuns, RunRecord, Trained, find_runs, read_run, setting
+from nemo_edo.report.run_folders import FoundRuns, find_runs
+from nemo_edo.report.run_set import RunRecord, Trained, read_run, setting
 from tools.paper_tables.published import (
     OUT_OF_DISTRIBUTION,
     OVERALL,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_edo.experiments.study_table import ALL_TASKS, gains, markdown, tasks_won, verdict
+from nemo_edo.experiments.verdict import ALL_TASKS, gains, markdown, tasks_won, verdict
 
 TASKS, SEEDS = ("a", "b"), (11, 12, 13)
 BASELINES = ("grpo", "bonus")

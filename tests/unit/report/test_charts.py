@@ -14,7 +14,8 @@ from nemo_edo.metrics import share_interval
 from nemo_edo.report.charts import all_charts, pareto_front
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.plotting import arm_styles, line_chart
-from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from nemo_edo.report.run_folders import find_runs
+from nemo_edo.report.run_set import one_run, read_runs
 
 STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
 

@@ -18,8 +18,9 @@ from nemo_edo.metrics import holm, mean_interval, paired_difference, share_inter
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.conclusions import conclusions, terminal_table
 from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
-from nemo_edo.report.run_set import find_runs, read_runs
+from nemo_edo.report.run_folders import find_runs
 from nemo_edo.report.run_set import one_run as read_one_run
+from nemo_edo.report.run_set import read_runs
 
 SEEDS = (1, 2, 3)
 PAPER, FLOOR, ALONE = "ED-GRPO, the paper's alpha", "ED-GRPO 0.3, floor -0.1", "ED-GRPO α=0.1"

@@ -17,7 +17,8 @@ from nemo_edo.report import sample_browser as module
 from nemo_edo.report.comparison import compare
 from nemo_edo.report.conclusions import terminal_table
 from nemo_edo.report.page import COLUMNS, write_report
-from nemo_edo.report.run_set import find_runs, one_run, read_runs
+from nemo_edo.report.run_folders import find_runs
+from nemo_edo.report.run_set import one_run, read_runs
 from nemo_edo.report.sample_browser import SHOWN, read_trees, sample_browser, tree_record
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, Step, StepScore

@@ -13,7 +13,8 @@ from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START
 from nemo_edo.metrics import mean_interval, share_interval
-from nemo_edo.report.run_set import FoundRuns, read_run
+from nemo_edo.report.run_folders import FoundRuns
+from nemo_edo.report.run_set import read_run
 from tools.paper_tables.published import OUT_OF_DISTRIBUTION, OVERALL, ROW, TABLES, published
 from tools.paper_tables.settings import departures
 from tools.paper_tables.tables import (

@@ -11,7 +11,8 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.report.comparison import compare
-from nemo_edo.report.run_set import SEARCH_EVALUATION, Trained, find_runs, one_run, read_run, read_runs
+from nemo_edo.report.run_folders import find_runs
+from nemo_edo.report.run_set import SEARCH_EVALUATION, Trained, one_run, read_run, read_runs
 from nemo_edo.run_folder import RunFolder
 
 

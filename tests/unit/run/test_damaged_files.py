@@ -22,12 +22,14 @@ from nemo_edo.data.model_folder import check_files
 from nemo_edo.data.problems import load_problems
 from nemo_edo.data.tokenizer import load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
-from nemo_edo.report.run_set import find_runs, read_run, read_runs
+from nemo_edo.report.run_folders import find_runs
+from nemo_edo.report.run_set import read_run, read_runs
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.rewards.judge import JudgeCache, Reply
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore, StepScores
 from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.stored_run import evaluate_stored, open_run
+from nemo_edo.run.stored_evaluation import evaluate_stored
+from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results
 from nemo_edo.utils.files import read_object

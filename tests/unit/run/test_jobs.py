@@ -9,6 +9,7 @@ from helpers.problem_files import ROWS, write_rows
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
+from nemo_edo.run.stored_run import open_run
 
 
 class Inputs:
@@ -156,5 +157,5 @@ def test_one_process_exports_what_any_layout_trained(tmp_path, monkeypatch):
     (tmp_path / "a" / "config.yaml").write_text(resolved_yaml(cfg))
     monkeypatch.setattr(Builder, "trained", load)
     with pytest.raises(Asked) as asked:
-        jobs.export(tmp_path / "a", tmp_path / "out", None, 10**9)
+        jobs.export(open_run(tmp_path / "a"), tmp_path / "out", None, 10**9)
     assert asked.value.args == (ParallelismConfig(), "auto")
