@@ -13,6 +13,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -169,10 +170,9 @@ def _codes(samples: Iterable[str | ArrayLike], n: int) -> tuple[np.ndarray, list
 
 
 def _token_ids(sample: ArrayLike, index: int) -> np.ndarray:
-    if hasattr(
-        sample, "is_floating_point"
-    ):  # torch's bfloat16, which NumPy lacks, becomes a type that is refused below
-        sample = (sample.float() if sample.is_floating_point() else sample).numpy(force=True)
+    if hasattr(sample, "is_floating_point"):
+        tensor: Any = sample  # torch's; bfloat16, which NumPy lacks, becomes a type that is refused below
+        sample = (tensor.float() if tensor.is_floating_point() else tensor).numpy(force=True)
     ids = np.asarray(sample)
     if ids.ndim == 1 and (ids.size == 0 or ids.dtype.kind == "i" or (ids.dtype.kind == "u" and ids.max() < 2**63)):
         return np.ascontiguousarray(ids, dtype=np.int64)

@@ -27,6 +27,7 @@ from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
 from nemo_edo.metrics import paired_share_interval, share_interval
 from nemo_edo.report.plotting import COLORS, DASHES, FONT, SYMBOLS
 from nemo_edo.run.stored_evaluation import evaluate_stored
+from nemo_edo.run.stored_run import open_run
 from nemo_edo.search.job import search
 from nemo_edo.search.search_store import SearchRecord, read_results
 
@@ -58,7 +59,7 @@ def searched(runs: Sequence[Path], name: str, folder: str, args: argparse.Namesp
         records = []
         for run in runs:
             if not is_there(run, own, overrides):
-                search(run, None, overrides)
+                search(open_run(run, overrides), None)
             records.append(read_results(run / "search" / START / own))
         rewards, tokens = (_mean(records, field) for field in ("reward", "tokens"))
         yield Point(f"SearchLLM/{name}", setting_of(branches, width, exploration), rewards, float(tokens.mean()))
