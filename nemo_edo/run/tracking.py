@@ -168,8 +168,10 @@ def hyperparameters(settings: Mapping[str, Any], arms: Mapping[str, ArmConfig]) 
 def _mlflow_logger(config: dict[str, Any], folder: Path, run_id: str | None) -> MLFlowLogger:
     """The MLflow logger that exp_manager's settings ask for; without a server (``tracking_uri``, or
     MLFLOW_TRACKING_URI), a database in the folder. run_id: of the run that it continues. NeMo 3.0 cannot make one: it
-    gives Lightning ``run_name`` twice. Raises ValueError where MLflow cannot be reached or has no such run."""
+    gives Lightning ``run_name`` twice. Raises ImportError without MLflow, ValueError where it cannot be reached, has no
+    such run or refuses the store."""
     from lightning.pytorch.loggers import MLFlowLogger
+    from mlflow.exceptions import MlflowException
     from nemo.utils.loggers.mlflow_logger import MLFlowParams
 
     # In a folder: when a run resumes, exp_manager moves the files of its log folder elsewhere.
@@ -181,10 +183,8 @@ def _mlflow_logger(config: dict[str, Any], folder: Path, run_id: str | None) -> 
     if run_id is not None:
         defaults["run_id"] = run_id
     settings = OmegaConf.merge(OmegaConf.structured(MLFlowParams), defaults, config.get("mlflow_logger_kwargs", {}))
-    logger = MLFlowLogger(**OmegaConf.to_container(settings))
-    from mlflow.exceptions import MlflowException
-
     try:
+        logger = MLFlowLogger(**OmegaConf.to_container(settings))
         assert logger.run_id  # asks MLflow for the run, or makes it
     except MlflowException as error:
         raise ValueError(f"MLflow at {without_passwords(settings.tracking_uri)}: {error}") from error
