@@ -35,7 +35,7 @@ from nemo_edo.types import GenerationRequest, SamplingParams, ScoredRollout
 
 FASTER, TICK_S, SHOWN = 100.0, 0.02, 1000
 """Simulated seconds a second; real seconds between two looks; tokens that one token of an answer stands for."""
-GIVEN = ["model.path=m", "data.train=a", "data.test=b", "output_dir=runs"]
+GIVEN = ["model.path=/nodes/m", "data.train=/nodes/a", "data.test=/nodes/b", "output_dir=runs"]  # not on this machine
 
 
 class Simulated(CompletionsServer):
