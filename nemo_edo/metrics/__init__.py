@@ -1,6 +1,6 @@
 """What is measured: accuracy of several responses, diversity, entropy, and how sure the numbers are."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.metrics.diversity import (
     answer_entropy,
@@ -33,11 +33,14 @@ from nemo_edo.metrics.paired import (
 )
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k, vote_success
 
+if TYPE_CHECKING:
+    from nemo_edo.metrics.entropy import entropy_from_logits
+
 
 def __getattr__(name: str) -> Any:
     """``entropy_from_logits`` is looked up when it is used: it alone loads torch."""
     if name != "entropy_from_logits":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nemo_edo.metrics.entropy import entropy_from_logits
+    from nemo_edo.metrics import entropy
 
-    return entropy_from_logits
+    return entropy.entropy_from_logits
