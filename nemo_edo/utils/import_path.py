@@ -126,6 +126,8 @@ def wanted_arguments(function: Callable[..., Any], offered: Collection[str], whe
 
 def said(error: BaseException) -> str:
     """An exception of a user's code in one line, with the place that raised it."""
+    if isinstance(error, SyntaxError):  # the frames are those of who reads the file
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "importlib" not in frame.filename] or frames
     place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
