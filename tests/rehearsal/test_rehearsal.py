@@ -151,16 +151,11 @@ def test_overlaps_and_recomputation_have_the_steps_of_the_cpu(gpu, on_cpu, model
 OFFLOADED = {"optimizer_offload_fraction": 1.0, "use_distributed_optimizer": True}
 
 
-CONTEXT = {"context_parallel_size": 2}
-
-
 @pytest.mark.parametrize(("machine", "settings", "parallelism"), [
-    ("gpu", {}, {}), ("gpu", PACKED, {}), ("gpu", {}, OFFLOADED), ("two_gpus", {}, CONTEXT),
-    ("two_gpus", PACKED, CONTEXT),
-], ids=["rows", "packed", "offload", "context", "context, packed"])  # fmt: skip
+    ("gpu", {}, {}), ("gpu", PACKED, {}), ("gpu", {}, OFFLOADED),
+], ids=["rows", "packed", "offload"])  # fmt: skip
 def test_bf16_with_fused_attention_is_near_the_cpus_bf16(request, on_cpu, models, machine, settings, parallelism):
-    """Heads of 64, which flash attention has kernels for, and queries in groups. With context parallelism Transformer
-    Engine's own ring attention passes keys and values around."""
+    """Heads of 64, which flash attention has kernels for, and queries in groups."""
     how = {"folder": models / "wide", "algorithm": "ed-grpo", "precision": {"dtype": "bf16"}, "brief": True}
     expected = on_cpu("steps", **how)
     pool = request.getfixturevalue(machine)
