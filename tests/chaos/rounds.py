@@ -215,7 +215,7 @@ def _follow(said: str, folder: Path, harm: Harm, urls: list[str]) -> None:
     named = [harm.path, *own]
     if not any(str(path) in message for path in named):
         raise Wrong(f"the message does not name the file: {message}")
-    if "restore it" in message or "correct them" in message:
+    if any(said in message for said in ("restore it", "correct them", "cannot be imported")):
         harm.restore()
     elif "delete it" in message or "remove it" in message:
         harm.remove()
