@@ -1,9 +1,9 @@
 """An iteration of GRPO on paper: what generation, log-probabilities, training and refit take at the bounds of
 arithmetic, memory and network, and at shares of them that are often reached. Nothing is measured.
 
-    python tools/benchmarks/roofline.py --into docs/performance.md
+    python tools/docs/roofline.py
 
-writes the tables between that file's two marks. Lengths are log-normal, cut at the limit, with the stated mean.
+writes the tables of docs/performance.md. Lengths are log-normal, cut at the limit, with the stated mean.
 Decoding is simulated from one response's end to the next: a token takes the longer of reading weights and caches and of
 its products. A waiting row starts where the cache has room for half of its length, as a row in the middle of its
 response has.
@@ -11,13 +11,16 @@ response has.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from generated import between_markers
+from report_tables import markdown
 
+PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
 MARKS = ("<!-- roofline -->", "<!-- end of roofline -->")
 
 
@@ -138,6 +141,7 @@ def decode_seconds(
     return now, thin / now
 
 
+@cache
 def phases(model: Model, work: Work, gpu: Gpu) -> dict[str, float]:
     """Seconds of each phase on all GPUs."""
     lengths = work.lengths()
@@ -170,36 +174,29 @@ LONG = Work("32k tokens", 64, 16, 200, 8000, 32768, 16)
 BOUND, REACHED = Gpu(), Gpu(shares=(0.4, 0.6, 0.6))
 
 
-def table(rows: list[list[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]])
+def iteration(found: dict[str, float], generation: str = "continuous", logprobs: str = "all samples") -> float:
+    """Seconds of an iteration whose phases follow one another on all GPUs."""
+    names = (f"generation, {generation}", f"log pi_old, {logprobs}", "training, layers recomputed", "refit")
+    return sum(found[name] for name in names)
 
 
 def long_table() -> str:
-    heads = [f"{model.name}, {what}" for model in (LLAMA, QWEN) for what in ("at the bounds", "at the shares")]
-    rows = [["16 H100s, 64 prompts x 16 responses, mean 8,000 of at most 32,768 tokens", *heads]]
-    results = [phases(model, LONG, gpu) for model in (LLAMA, QWEN) for gpu in (BOUND, REACHED)]
+    machines = [(model, gpu) for model in (LLAMA, QWEN) for gpu in (BOUND, REACHED)]
+    results = [phases(model, LONG, gpu) for model, gpu in machines]
+    rows = []
     for name in list(results[0])[1:]:
         share = name.startswith("less")
         rows.append([name, *(f"{100 * r[name]:.0f} %" if share else f"{r[name]:.1f} s" for r in results)])
-    iterations = {
-        "**an iteration, on policy**": lambda r: r["generation, continuous"] + r["log pi_old, a tenth of the prompts"]
-        + r["training, layers recomputed"] + r["refit"],
-        "**with partial rollouts**": lambda r: r["generation, partial rollouts"] + r["log pi_old, all samples"]
-        + r["training, layers recomputed"] + r["refit"],
-    }  # fmt: skip
-    for name, seconds in iterations.items():
-        rows.append([name, *(f"{seconds(r):.0f} s" for r in results)])
-    for name, generation in (
-        ("**one step off**", "continuous"),
-        ("**one step off, partial rollouts**", "partial rollouts"),
-    ):
-        divided = [one_step_off(m, LONG, gpu, generation) for m in (LLAMA, QWEN) for gpu in (BOUND, REACHED)]
-        rows.append([name, *(f"{seconds:.0f} s ({generating} of 16 generate)" for seconds, generating in divided)])
-    on_policy = iterations["**an iteration, on policy**"]
-    rates = [f"{r['tokens'] / LONG.gpus / on_policy(r):,.0f}" for r in results]
+    on_policy = [iteration(r, logprobs="a tenth of the prompts") for r in results]
+    rows.append(["**an iteration, on policy**", *(f"{seconds:.0f} s" for seconds in on_policy)])
+    rows.append(["**with partial rollouts**", *(f"{iteration(r, 'partial rollouts'):.0f} s" for r in results)])
+    for name, generation in (("one step off", "continuous"), ("one step off, partial rollouts", "partial rollouts")):
+        divided = [one_step_off(model, LONG, gpu, generation) for model, gpu in machines]
+        rows.append([f"**{name}**", *(f"{seconds:.0f} s ({number} of 16 generate)" for seconds, number in divided)])
+    rates = [f"{r['tokens'] / LONG.gpus / s:,.0f}" for r, s in zip(results, on_policy, strict=True)]
     rows.append(["tokens per second and GPU, on policy", *rates])
-    return table(rows)
+    heads = [f"{model.name}, at the {'bounds' if gpu is BOUND else 'shares'}" for model, gpu in machines]
+    return markdown(["16 H100s, 64 prompts x 16 responses, mean 8,000 of at most 32,768 tokens", *heads], rows)
 
 
 def one_step_off(model: Model, work: Work, gpu: Gpu, generation: str = "continuous") -> tuple[float, int]:
@@ -223,43 +220,19 @@ STATED = [
 
 
 def stated_table() -> str:
-    rows = [
-        [
-            "NeMo-RL's workload, 2,048 responses",
-            "GPUs",
-            "mean length",
-            "stated by NeMo-RL",
-            "at the shares",
-            "at the bounds",
-        ]
-    ]
+    rows = []
     for model, work, how, stated in STATED:
         rates = []
         for gpu in (REACHED, BOUND):
-            r = phases(model, work, gpu)
-            seconds = (
-                r["generation, continuous"]
-                + r["log pi_old, all samples"]
-                + r["training, layers recomputed"]
-                + r["refit"]
-            )
-            seconds = one_step_off(model, work, gpu)[0] if "off" in how else seconds
-            rates.append(f"{(r['tokens'] + work.prompt * work.prompts * work.responses) / work.gpus / seconds:,.0f}")
+            found = phases(model, work, gpu)
+            seconds = one_step_off(model, work, gpu)[0] if "off" in how else iteration(found)
+            tokens = found["tokens"] + work.prompt * work.prompts * work.responses
+            rates.append(f"{tokens / work.gpus / seconds:,.0f}")
         rows.append([f"{model.name}, {how}", str(work.gpus), f"{work.mean:,.0f}", f"{stated:,}", *rates])
-    return table(rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, help="the page to write the tables into")
-    page = parser.parse_args().into
-    tables = f"{long_table()}\n\n{stated_table()}"
-    if page is None:
-        print(tables)
-    else:
-        before, rest = page.read_text().split(MARKS[0])
-        page.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}")
+    heads = ["NeMo-RL's workload, 2,048 responses", "GPUs", "mean length", "stated by NeMo-RL"]
+    return markdown([*heads, "at the shares", "at the bounds"], rows)
 
 
 if __name__ == "__main__":
-    main()
+    tables = f"{long_table()}\n\n{stated_table()}\n"
+    PAGE.write_text(between_markers(PAGE.read_text(encoding="utf-8"), *MARKS, tables), encoding="utf-8")
