@@ -240,8 +240,8 @@ def fits(case: Case) -> str:
 
 
 def host_memory(case: Case) -> str:
-    """What the processes of a node have in its memory, with the copies of a checkpoint that each rank writes or reads:
-    its weights and its share of the optimizer's state."""
+    """The host memory of a node's processes, with the copies of a checkpoint that each rank writes or reads: its
+    weights and its share of the optimizer's state."""
     if case.devices.cpu or case.only_served:
         return ""
     stage = max(case.fullest[1], key=lambda stage: stage.host + stage.checkpoint)

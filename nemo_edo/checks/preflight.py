@@ -54,8 +54,8 @@ def preflight(cfg: RunConfig) -> RunConfig:
 
 
 def check_job(cfg: RunConfig) -> None:
-    """What a run checks before it begins, of a Slurm job's config and on the machine that submits it. Files whose
-    topmost folder is not here, such as /scratch, may be on the nodes. Raises UserError."""
+    """Checks a Slurm job's config as the run will, on the machine that submits it. Files whose topmost folder is not
+    here, such as /scratch, may be on the nodes. Raises UserError."""
     check_settings(cfg)
     cfg = require_mounted(cfg)
     check_data_paths(cfg, elsewhere=True)

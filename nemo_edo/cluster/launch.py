@@ -15,7 +15,6 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from nemo_edo.checks import doctor
 from nemo_edo.checks.preflight import check_job
 from nemo_edo.config import ClusterConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
@@ -181,6 +180,8 @@ def time_plan(launch: Launch) -> str:
     cluster, gpus = launch.cluster, launch.cluster.nodes * (launch.cluster.gpus_per_node or 0)
     if launch.cfg is None or not gpus:
         return ""
+    from nemo_edo.checks import doctor  # loads NumPy, for a dry run alone
+
     try:
         said = doctor.time(doctor.case(launch.cfg, [], doctor.devices([], gpus, None)))
     except UserError as error:

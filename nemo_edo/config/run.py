@@ -325,7 +325,7 @@ PLAIN_LABELS = ("GRPO", "ETO")  # arms without exploration or another change: wh
 START = "warmup"
 """The name under which the policy that every arm starts from is evaluated."""
 BEST = ".best"
-"""What the names of an arm's best policies have after its own; none of an arm's names has it."""
+"""Ends the names of an arm's best policies; none of an arm's names has it."""
 REPLICATE = "replicate"
 """The name of the arm that ``replicate_baseline`` adds: the baseline, trained again with another seed."""
 REPLICATE_SEED_DISTANCE = 10**9

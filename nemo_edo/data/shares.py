@@ -87,7 +87,7 @@ class InputShapes:
     """The number of micro-batches is a multiple of it."""
 
     def padded(self, tokens: int) -> int:
-        """What a sequence takes of a pack."""
+        """Tokens that a sequence takes of a pack."""
         return math.ceil(tokens / self.sequence) * self.sequence
 
     def fit(self, shapes: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -116,7 +116,7 @@ class Samples:
 
     @property
     def checksum(self) -> str:
-        """What scores of these responses name them by (``rollouts_checksum``)."""
+        """Checksum by which scores name these responses (``rollouts_checksum``)."""
         named = zip(self.problems, self.tokens, strict=True)
         return tokens_checksum((problem, place, ids) for problem, row in named for place, ids in enumerate(row))
 

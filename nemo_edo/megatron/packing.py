@@ -177,7 +177,7 @@ def pad_to(tokens: Tensor, shape: tuple[int, int]) -> Tensor:
 
 
 def sequence_multiple(context: int) -> int:
-    """What a sequence's length is a multiple of, with so many context-parallel ranks."""
+    """The number that divides a sequence's length, with so many context-parallel ranks."""
     return 2 * context if context > 1 else 1
 
 

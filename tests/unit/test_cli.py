@@ -33,7 +33,7 @@ class Recorder(SimpleNamespace):
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Stands in for nemo_edo.run.jobs and nemo_edo.search.job; every config and run passes the checks of files."""
+    """Replaces nemo_edo.run.jobs and nemo_edo.search.job; every config and run passes the checks of files."""
     recorder = Recorder()
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
     monkeypatch.setattr(stored_run, "open_run", lambda run, overrides=(), **_: (str(run), *overrides))

@@ -35,7 +35,7 @@ def packed_weights(chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 class _Product:
-    """Stands in for the ``forward`` of a layer."""
+    """Replaces the ``forward`` of a layer."""
 
     def __init__(self, layer: ColumnParallelLinear | RowParallelLinear) -> None:
         self._layer = layer

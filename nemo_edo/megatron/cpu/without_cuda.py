@@ -62,7 +62,7 @@ def fused_kernels() -> None:
 
 
 class _NoStream:
-    """Stands in for a CUDA stream where there is only one order of execution."""
+    """A CUDA stream where there is only one order of execution."""
 
     def __init__(self, *args, **kwargs) -> None:
         pass
