@@ -187,11 +187,10 @@ def _selftest(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> None:
-    from nemo_edo.run.stored_run import open_run
     from nemo_edo.utils.files import parse_size
 
     size = parse_size("--max-shard-size", args.max_shard_size)
-    opened = open_run(args.run)
+    opened = _opened(args.run, args, [])
     _jobs().export(opened, args.out, args.arm, size, args.adapter, args.push_to_hub)
 
 

@@ -14,11 +14,10 @@ import nemo_edo
 import nemo_edo.run
 import nemo_edo.search
 from nemo_edo.checks import preflight
-from nemo_edo.cli import main
+from nemo_edo.cli import commands, main
 from nemo_edo.cli.arguments import COMMANDS
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
-from nemo_edo.run import stored_run
 
 
 class Recorder(SimpleNamespace):
@@ -36,7 +35,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     """Replaces nemo_edo.run.jobs and nemo_edo.search.job; every config and run passes the checks of files."""
     recorder = Recorder()
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
-    monkeypatch.setattr(stored_run, "open_run", lambda run, overrides=(), **_: (str(run), *overrides))
+    monkeypatch.setattr(commands, "_opened", lambda run, args, overrides, *_: (str(run), *overrides))
     monkeypatch.setattr(nemo_edo.run, "jobs", recorder, raising=False)
     monkeypatch.setattr(nemo_edo.search, "job", recorder, raising=False)
     return recorder
