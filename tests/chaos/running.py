@@ -61,9 +61,8 @@ class Running:
 
     def __exit__(self, *_) -> None:
         """Nothing of it is left, whatever has happened."""
-        self.kill()
         with contextlib.suppress(Hangs):
-            self._until(self.poll, GRACE_S)
+            self.kill()
 
     # --- what it does -----------------------------------------------------------------------------------------------
 
@@ -126,7 +125,6 @@ class Running:
             with contextlib.suppress(Hangs):
                 self._until(self.poll, GRACE_S)
             self.kill()
-            self._until(self.poll)
         _, left = psutil.wait_procs(list(family.values()), timeout=GRACE_S)
         if left:
             for process in left:
@@ -141,9 +139,13 @@ class Running:
                 os.kill(rank, number)
 
     def kill(self) -> None:
-        for process in self.processes():
+        """Returns once they have ended: a dying process still has its files and the folder's lock."""
+        doomed = self.processes()
+        for process in doomed:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
+        self._until(self.poll, GRACE_S)
+        psutil.wait_procs(doomed, timeout=GRACE_S)
 
     def _until(self, true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
         deadline = time.monotonic() + limit_s
