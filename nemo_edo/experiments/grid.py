@@ -301,7 +301,11 @@ def _has_warm_up_of(source: RunFolder, config: str) -> bool:
     """Whether a folder has the warm-up of a config, finished: with the settings that it was made with."""
     if START not in source.journal() or not source.checkpoint(START).is_dir():
         return False
-    return _reaching((source.path / CONFIG).read_text(encoding="utf-8")) == _reaching(config)
+    there, here = (_reaching(one) for one in ((source.path / CONFIG).read_text(encoding="utf-8"), config))
+    model = here.get("model", {})
+    if "seq_length" in model and model["seq_length"] is None:  # follows from the data; the folder has what it became
+        model["seq_length"] = there["model"]["seq_length"]
+    return there == here
 
 
 def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:

@@ -37,7 +37,7 @@ if "fails" in name:
 if "wait" in name and not wait(lambda: len(list(folder.glob("wait*.started"))) == 2):
     sys.exit(1)
 run.mkdir(exist_ok=True)
-(run / "config.yaml").write_text("seed: 2" if "other" in name else "seed: 1")
+(run / "config.yaml").write_text("seed: 2" if "other" in name else sys.argv[3].replace("null", "48"))
 if "warm" in name and not (run / "journal.json").exists():
     (run / "checkpoints" / "warmup").mkdir(parents=True)
     (run / "checkpoints" / "warmup" / "weights").write_text("trained")
@@ -54,16 +54,16 @@ if "warm" in name:
 class StandIn(Cell):
     folder: Path
     warm_up: str | None = None
-    config = "seed: 1"
+    config: str = "seed: 1"
 
     def command(self, processes: int = 1) -> list[str]:
-        return [sys.executable, "-c", STAND_IN, str(self.folder), self.name]
+        return [sys.executable, "-c", STAND_IN, str(self.folder), self.name, self.config]
 
 
 class Stands(Grid):
-    def __init__(self, folder: Path, *names: str, warm_up: str | None = None) -> None:
+    def __init__(self, folder: Path, *names: str, **made: str) -> None:
         self.folder = folder
-        made = {"config_name": "", "overrides": (), "folder": folder, "warm_up": warm_up}
+        made = {"config_name": "", "overrides": (), "folder": folder, **made}
         self.cells = [StandIn(name=name, **made) for name in names]
 
     def logs(self) -> list[str]:
@@ -81,15 +81,16 @@ def test_a_failing_cell_stops_no_other_and_is_the_only_one_that_is_run_again(tmp
     assert [log.count("says") for log in grid.logs()] == [1, 2, 1]
 
 
-def test_the_first_cell_of_a_warm_up_trains_it_and_the_others_begin_after_it(tmp_path: Path):
+@pytest.mark.parametrize("config", ["seed: 1", "model: {seq_length: null}"])  # a folder has the length that it became
+def test_the_first_cell_of_a_warm_up_trains_it_and_the_others_begin_after_it(tmp_path: Path, config: str):
     """The second one starts while the first still trains its arm."""
-    grid = Stands(tmp_path, "warm1", "warm2", warm_up="one")
+    grid = Stands(tmp_path, "warm1", "warm2", warm_up="one", config=config)
     assert run_grid(grid, jobs=2) == []
     assert [log.count("adopts") for log in grid.logs()] == [0, 1]
     given = RunFolder(tmp_path / "warm2")
     assert (given.checkpoint("warmup") / "weights").read_text() == "trained"
     assert (given.path / "metrics.jsonl").read_text() == "of the warm-up, guard lines too\n"
-    assert (given.path / "config.yaml").read_text() == "seed: 1"
+    assert (given.path / "config.yaml").read_text() == config.replace("null", "48")
 
 
 def is_of(command: Path, words: str) -> bool:
