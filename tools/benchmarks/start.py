@@ -27,7 +27,7 @@ ENDING = {
     "a path that is not there": [*TRAIN, "data.train=/not/there.jsonl", "data.test=/not/there.jsonl"],
 }
 """Commands that end by themselves."""
-SMALL = ["data.arithmetic.train_problems=32", "data.arithmetic.test_problems=8", "threads=1"]
+SMALL = ["data.arithmetic.train_problems=64", "data.arithmetic.test_problems=8", "threads=1"]
 POLL_S = 0.01
 
 
