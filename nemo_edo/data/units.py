@@ -162,6 +162,7 @@ def _read(value: str, words: str, currency: str = "") -> Measure | None:
     """The measure of a value and the words after it; None where they are no unit."""
     if words == "M":  # 5 M is 5 million, and 5 m five metres
         words = "million"
+    words = re.sub(r"\bM(?=(?:[gmJWNV]|Hz|Pa|eV)\b)", "mega", words)  # 5 MW are not 5 mW
     text = words.casefold().replace("²", "^2").replace("³", "^3").replace(".", "")
     text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)
     tokens = _TOKENS.findall(text)

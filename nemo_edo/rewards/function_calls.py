@@ -126,6 +126,8 @@ def call(
     for row, value in enumerate(returned):
         if isinstance(value, BaseException):
             return Failure(f"raised {said(value)}", "".join(traceback.format_exception(value)), row)
+        if isinstance(value, dict) and {"solution_str", "solution_strs"} & arguments.keys():  # verl logs texts as well
+            value = {name: v for name, v in value.items() if name in (SCORE, VOTE) or not isinstance(v, str | None)}
         try:
             # None of TRL's: the reward says nothing of this response.
             results.append(as_result(0.0 if value is None and COMPLETIONS in arguments else value))

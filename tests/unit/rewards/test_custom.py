@@ -55,7 +55,7 @@ def trl(completions, **kwargs):
 def trl_columns(prompts, completions, weight, missing=None): return [w + len(p) for p, w in zip(prompts, weight)]
 def trl_without(completions, color): return [0.0] * len(completions)
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return {"score": float(solution_str.endswith(ground_truth)), "weight": extra_info["weight"]}
+    return {"score": float(solution_str.endswith(ground_truth)), "weight": extra_info["weight"], "pred": solution_str}
 def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
     return [float(s.endswith(g)) for s, g in zip(solution_strs, ground_truths, strict=True)]
 def best(responses): return [float(len(r) == max(map(len, responses))) for r in responses]
