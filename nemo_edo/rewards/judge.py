@@ -108,7 +108,7 @@ class JudgeCache:
     def _usable(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, OSError) as error:
+        except (sqlite3.Error, OSError, UnicodeError) as error:  # UnicodeError: of a damaged name in a message
             raise UserError(
                 f"rewards.judge.cache: {self.path} cannot be used ({error}); remove it, or set another file"
             ) from error

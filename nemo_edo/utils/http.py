@@ -138,7 +138,8 @@ def proxy_for(url: str) -> tuple[str, str] | None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ip_address(host).is_loopback
+        address = ip_address(host)
+        return address.is_loopback or address.is_unspecified  # 0.0.0.0, as servers print where they listen
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
 

@@ -108,7 +108,8 @@ def test_a_quoted_key_is_hidden_also_where_a_line_breaks_it(quoted: str):
     ("p:3128", "http://node7:8000/x", ("http_proxy", "http://p:3128")),
     ("http://p:3128", "https://node7/x", None), (None, "http://node7:8000/x", None),
     ("http://p:3128", "http://spared:8000/x", None), ("http://p:3128", "http://[fe80::2]:8000/x", None),
-    *(("socks5://p:1", f"http://{host}:8000/x", None) for host in ("127.0.0.1", "127.8.9.1", "localhost", "[::1]")),
+    *(("socks5://p:1", f"http://{host}:8000/x", None) for host in
+      ("127.0.0.1", "127.8.9.1", "localhost", "[::1]", "0.0.0.0")),
     *((wrong, "http://node7:8000/x", ServerError) for wrong in
       ("socks5://user:sesame@p:1", "http://user:sesame@:1", "http://sesame@p:port", "http://p:99999", "http://[::1")),
 ])  # fmt: skip
