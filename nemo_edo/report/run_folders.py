@@ -45,7 +45,7 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
         if not runs:
             raise UserError(f"{argument}: {'no run is in it' if matches else 'no such folder'}; name folders of runs")
         named += [run for run in runs if run not in named]
-    if len(arguments) == 1 and named == [Path(arguments[0])]:
+    if len(arguments) == 1 and named == [Path(arguments[0])] and (named[0] / SUMMARY).is_file():
         return FoundRuns((named[0],), {}, named[0])
     left_out = {}
     for run in named:
@@ -55,7 +55,8 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
             left_out[run] = "it has not finished"
     finished = tuple(run for run in named if run not in left_out)
     if not finished:
-        raise UserError(f"none of the {len(named)} runs has finished; {named[0]}: {left_out[named[0]]}")
+        many = f"none of the {len(named)} runs has finished; " if len(named) > 1 else ""
+        raise UserError(f"{many}{named[0]}: {left_out[named[0]]} (it has no {SUMMARY}); nemo-edo train resumes it")
     alone = len(arguments) == 1 and Path(arguments[0]).is_dir()
     common = Path(arguments[0]) if alone else Path(os.path.commonpath([run.absolute().parent for run in named]))
     return FoundRuns(finished, left_out, common)

@@ -73,7 +73,7 @@ def test_a_sweeps_members_are_those_that_it_lists_and_incomplete_ones_are_left_o
         (run / "summary.json").unlink()
     (tmp_path / "empty").mkdir()
     for argument, told in ((folder, "none of the 4 runs has finished"), (tmp_path / "nowhere", "no such folder"),
-                           (tmp_path / "empty", "no run is in it")):
+                           (tmp_path / "empty", "no run is in it"), (unfinished, "it has not finished .* resumes it")):
         with pytest.raises(UserError, match=told):
             find_runs([str(argument)])
 
