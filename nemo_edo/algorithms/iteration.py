@@ -64,10 +64,17 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -
                     run.weight_sync.release()
                 with clock.phase("data"):
                     collected = with_older_samples(build(run, samples, t), plan, run.store, t)
-                _record_collection(run, plan, collected, samples, here, state)
+                place, statistics = {"iteration": t}, collected.statistics
+                speed = samples.speed or run.ahead.speed
+                run.log("collection", **place, policy_version=samples.version, **loggable(statistics), time=speed)
+                for hazard in collection_hazards(statistics, plan.config, state.schedule.weight, first=t == 0):
+                    warnings.warn(f"iteration {t}: {hazard}", stacklevel=2)
+                with clock.phase("checkpoint"):
+                    respond(state.guards.collection(statistics), here, place, log=run.log, progress=run.progress)
+                    run.progress.keep(t, collected)
             for step, batch in enumerate(_batches(run, plan, collected, t, first), start=first):
                 metrics = _train_step(run, plan, batch, state)
-                _record_step(run, metrics, batch, state, t, step)
+                _record_step(run, metrics, batch, state, state.position(t, step))
             run.ahead.finish()  # the next samples are those of the weights that the engine has now
             with clock.phase("refit"):
                 run.weight_sync.push(t + 1)
@@ -103,20 +110,6 @@ def build(run: Services, samples: IterationSamples, t: int) -> Collected:
             "optimizer.lr, or go back to an earlier policy"
         ) from error
     return replace(collected, statistics=collected.statistics | samples.statistics(t))
-
-
-def _record_collection(
-    run: Services, plan: Plan, collected: Collected, samples: IterationSamples, here: Position, state: _State
-) -> None:
-    """Logs the collection, says where it teaches nothing, asks the guards about it, and keeps it for a resumed run."""
-    place, statistics = {"iteration": here.iteration}, collected.statistics
-    speed = samples.speed or run.ahead.speed
-    run.log("collection", **place, policy_version=samples.version, **loggable(statistics), time=speed)
-    for hazard in collection_hazards(statistics, plan.config, state.schedule.weight, first=here.iteration == 0):
-        warnings.warn(f"iteration {here.iteration}: {hazard}", stacklevel=2)
-    with run.clock.phase("checkpoint"):
-        respond(state.guards.collection(statistics), here, place, log=run.log, progress=run.progress)
-        run.progress.keep(here.iteration, collected)
 
 
 def _batches(run: Services, plan: Plan, collected: Collected, t: int, first: int) -> Iterator[TrainingBatch]:
@@ -161,17 +154,17 @@ def _train_step(run: Services, plan: Plan, batch: TrainingBatch, state: _State) 
 
 
 def _record_step(
-    run: Services, metrics: Mapping[str, Any], batch: TrainingBatch, state: _State, t: int, step: int
+    run: Services, metrics: Mapping[str, Any], batch: TrainingBatch, state: _State, before: Position
 ) -> None:
-    """Logs the step, asks the guards about it, and saves where a checkpoint is due.
+    """Logs the step that was taken at ``before``, asks the guards about it, and saves where a checkpoint is due.
 
     Nothing is saved while the next samples are generated: they need the weights that the iteration began with, and a
     checkpoint from its middle has others."""
-    place = {"iteration": t, "step": state.steps_taken}
+    place = {"iteration": before.iteration, "step": before.steps_taken}
     alarms = state.guards.step(metrics)
     run.log("train_step", **place, **loggable(metrics), skipped_steps=state.guards.skipped_steps)
     state.steps_taken += 1
-    here = state.position(t, step + 1)
+    here = state.position(before.iteration, before.step + 1)
     with run.clock.phase("checkpoint"):
         if run.ahead.is_done() or any(alarm.action == "stop" for alarm in alarms):
             run.ahead.finish()  # an error that ended it is raised now, not at the iteration's end

@@ -21,7 +21,7 @@ from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.rollouts.resumable import Parts, Watch, require_version
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.types import Problem, Rollout, SamplingParams, ScoredRollout, TrainingBatch
+from nemo_edo.types import Rollout, SamplingParams, ScoredRollout, TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
 
 
@@ -71,6 +71,10 @@ class _WatchedByProgress(Watch):
     run: Services
     here: Position
 
+    @property
+    def clock(self) -> PhaseClock:
+        return self.run.clock
+
     def begin_part(self) -> None:
         with self.run.clock.phase("checkpoint"):
             self.run.progress.reached(self.here)
@@ -85,28 +89,22 @@ class _WatchedByProgress(Watch):
 def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamples:
     """Responses go to disk as they end, and those that an earlier, killed process left there are not generated again. A
     bounded number of extra rounds replaces the groups that dynamic sampling drops."""
-    t = here.iteration
+    t, settings = here.iteration, plan.sampling
+    sampling = SamplingParams(settings.temperature, settings.top_p, settings.max_new_tokens)
     parts = Parts(run.store, t, plan.versions(t), part_size=plan.part_size, watch=_WatchedByProgress(run, here))
     run.scorer.begin(parts.earlier)
-    everything = _responses(run, plan, t, parts, plan.collection_problems(t))
-    if not plan.is_dynamic:
-        return IterationSamples(everything, everything, parts.speed)
-    kept, substitutes = keep_informative(everything), plan.substitutes(t)
-    for _ in range(plan.config.max_extra_rounds):
-        missing = plan.collection_size - len(kept) // plan.sampling.samples_per_prompt
-        if not missing or not substitutes:
+    asked, substitutes = plan.collection_problems(t), plan.substitutes(t) if plan.is_dynamic else []
+    everything, kept = [], []
+    for _ in range(1 + (plan.config.max_extra_rounds if plan.is_dynamic else 0)):
+        requests = plan.requests(asked, t)
+        more = parts.responses(requests, run.engine, run.scorer, sampling, plan.problems)
+        everything += more
+        kept += keep_informative(more) if plan.is_dynamic else more
+        missing = plan.collection_size - len(kept) // settings.samples_per_prompt
+        asked, substitutes = substitutes[:missing], substitutes[missing:]
+        if not asked:
             break
-        problems, substitutes = substitutes[:missing], substitutes[missing:]
-        more = _responses(run, plan, t, parts, problems)
-        everything, kept = everything + more, kept + keep_informative(more)
     return IterationSamples(everything, kept, parts.speed)
-
-
-def _responses(run: Services, plan: Plan, t: int, parts: Parts, problems: Sequence[Problem]) -> list[ScoredRollout]:
-    settings = plan.sampling
-    sampling = SamplingParams(settings.temperature, settings.top_p, settings.max_new_tokens)
-    requests = plan.requests(problems, t)
-    return parts.responses(requests, run.engine, run.scorer, sampling, plan.problems, run.clock)
 
 
 def stored_samples(plan: Plan, t: int, given: RolloutStore) -> IterationSamples:

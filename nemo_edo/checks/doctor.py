@@ -350,7 +350,7 @@ def servers(case: Case) -> str:
 
         gpus = len(machine.gpus())
         trainers = 1 if gpus and cfg.algorithm != NONE else 0  # at least
-        check_servers(placed(cfg, trainers), gpus)
+        check_servers(placed(cfg.generation, trainers), gpus)
     return ""
 
 

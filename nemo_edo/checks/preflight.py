@@ -93,7 +93,7 @@ def check_settings(cfg: RunConfig, *, functions: bool = True) -> None:
     check_names(cfg.exp_manager)
     check_advantages(cfg)
     if functions:
-        check_functions(cfg)
+        check_functions(cfg.rewards)
 
 
 def check_advantages(cfg: RunConfig) -> None:

@@ -75,7 +75,8 @@ def serve(config_name: str, config_dir: str) -> None:
     import torch
 
     from nemo_edo.generation import servers
-    from nemo_edo.run.inputs import model_folder, seq_length, write_builtin_files
+    from nemo_edo.run.build import Builder
+    from nemo_edo.run.inputs import seq_length, write_builtin_files
     from nemo_edo.run_folder import RunFolder
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
@@ -88,8 +89,8 @@ def serve(config_name: str, config_dir: str) -> None:
         write_builtin_files(cfg, own)
     cfg = replace(cfg, model=replace(cfg.model, seq_length=seq_length(cfg)))
     gpus = torch.cuda.device_count()
-    servers.check_servers(cfg, gpus)
-    replicas = servers.build_replicas(cfg, model_folder(cfg, own), own.path, gpus, key=os.environ[KEY])
+    servers.check_servers(cfg.generation, gpus)
+    replicas = Builder(cfg, own).replicas(cfg.generation, own.path, gpus, key=os.environ[KEY])
     servers.start(replicas, cfg.model.seq_length)
     address = first_that_resolves(os.environ.get("SLURMD_NODENAME", ""), socket.gethostname())
     urls = [f"http://{address}:{replica.url.rpartition(':')[2]}" for replica in replicas]

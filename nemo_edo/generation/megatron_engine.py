@@ -8,7 +8,7 @@ different positions, waiting requests take their places.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -102,12 +102,28 @@ class MegatronEngine:
             Counter("generate", len(mine), shown=self._progress) as counter,
         ):
             for places in split_evenly(order, max(1, len(mine)) if self._shares_prompts else rows):
-                for found in self._batch([mine[i] for i in places], rows, sampling):
-                    counter.add(len(found))
-                    at = [places[place] for place in found]
-                    for place, rollout in zip(at, found.values(), strict=True):
-                        rollouts[place] = rollout
-                    ended(at, list(found.values()))
+                asked, strings = [mine[i] for i in places], StopStrings(sampling.stop, self._decode)
+                whole = self._shares_prompts
+                decoding = _Decoding(asked, rows, sampling, strings, self._device, whole_prompts=whole)
+                prefill = self._prefill_whole if decoding.after_prompts else self._prefill_equal
+                logits, done = prefill(decoding), 0
+                for step in itertools.count():
+                    tokens, logprobs = self._choose(logits, decoding, step, sampling)
+                    decoding.record(step, tokens, logprobs, self._stop_ids)
+                    alive = int(decoding.alive.sum())
+                    before, done = done, decoding.begun - alive
+                    new = decoding.take_ended() if done > before else {}
+                    for place, response in new.items():
+                        rollouts[places[place]] = self._rollout(asked[place], response)
+                    counter.add(len(new))
+                    ended([places[place] for place in new], [rollouts[places[place]] for place in new])
+                    if done == len(asked):
+                        break
+                    if alive < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
+                        decoding.compact()
+                        if decoding.free_rows:
+                            self._refill(decoding, step)
+                    logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
         return rollouts
 
     def _batch_size(self, prompt: int, response: int) -> int:
@@ -123,29 +139,6 @@ class MegatronEngine:
             device=self._device,
         )
         return rows_that_fit(row, self._device)
-
-    def _batch(
-        self, requests: list[GenerationRequest], rows: int, sampling: SamplingParams
-    ) -> Iterator[dict[int, Rollout]]:
-        """Responses to the requests, ``rows`` of them at a time: at each step those that have ended, by their place."""
-        strings = StopStrings(sampling.stop, self._decode)
-        decoding = _Decoding(requests, rows, sampling, strings, self._device, whole_prompts=self._shares_prompts)
-        logits = self._prefill_whole(decoding) if decoding.after_prompts else self._prefill_equal(decoding)
-        done = 0
-        for step in itertools.count():
-            tokens, logprobs = self._choose(logits, decoding, step, sampling)
-            decoding.record(step, tokens, logprobs, self._stop_ids)
-            alive = int(decoding.alive.sum())
-            before, done = done, decoding.begun - alive
-            new = decoding.take_ended() if done > before else {}
-            yield {place: self._rollout(requests[place], response) for place, response in new.items()}
-            if done == len(requests):
-                break
-            if alive < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
-                decoding.compact()
-                if decoding.free_rows:
-                    self._refill(decoding, step)
-            logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
 
     def _prefill_whole(self, decoding: _Decoding) -> Tensor | None:
         """Logits of each row's next token, where positions may differ. All but a prompt's last token goes to a cache

@@ -1,29 +1,25 @@
-"""Builds generation servers, and the engine over them, from the config."""
+"""Generation servers: what they need on this machine, where they are placed, and their start."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from nemo_edo.config import GenerationConfig, RunConfig, ServersConfig
-from nemo_edo.config.generation import PLAIN
+from nemo_edo.config import GenerationConfig, ServersConfig
 from nemo_edo.errors import UserError
 from nemo_edo.generation.replica import ManagedReplica, PlainReplica, Replica
-from nemo_edo.generation.server_api import APIS, VLLM, ServerAPI, server_python
-from nemo_edo.generation.server_engine import PlainEngine, ServerEngine
+from nemo_edo.generation.server_api import APIS, ServerAPI, server_python
 from nemo_edo.utils.http import ApiKey, ServerError, key_of_environment
 from nemo_edo.utils.processes import package_file
 
 
-def check_servers(cfg: RunConfig, gpus: int) -> None:
-    check_environment(cfg.generation.servers, APIS.get(cfg.generation.backend, ServerAPI), gpus)
+def check_servers(generation: GenerationConfig, gpus: int) -> None:
+    check_environment(generation.servers, APIS.get(generation.backend, ServerAPI), gpus)
 
 
 def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) -> None:
@@ -50,20 +46,20 @@ def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) 
         )
 
 
-def placed(cfg: RunConfig, trainers: int) -> RunConfig:
+def placed(generation: GenerationConfig, trainers: int) -> GenerationConfig:
     """The config with ``first_gpu`` chosen. trainers: GPUs of the trainer's processes on this machine, its first ones.
 
     Raises UserError where servers that are to be apart would get one of them."""
-    if cfg.generation.placement != "apart" or cfg.generation.servers.urls:
-        return cfg
-    first = cfg.generation.servers.first_gpu
+    if generation.placement != "apart" or generation.servers.urls:
+        return generation
+    first = generation.servers.first_gpu
     if first is not None and first < trainers:
         raise UserError(
             f"generation.servers.first_gpu={first} is a GPU of the trainer, whose processes take the first {trainers} "
             f"of this machine: set first_gpu={trainers} or leave it out, or set generation.placement=shared"
         )
-    settings = replace(cfg.generation.servers, first_gpu=trainers if first is None else first)
-    return replace(cfg, generation=replace(cfg.generation, servers=settings))
+    servers = replace(generation.servers, first_gpu=trainers if first is None else first)
+    return replace(generation, servers=servers)
 
 
 def nccl_library(generation: GenerationConfig) -> str:
@@ -76,29 +72,6 @@ def nccl_library(generation: GenerationConfig) -> str:
             f"generation.refit.nccl_library: there is no libnccl.so.2 in {where}: name the file that the servers load"
         )
     return found
-
-
-def build_replicas(
-    cfg: RunConfig, model_folder: Path, logs: Path, gpus: int, key: str | None = None
-) -> Sequence[Replica]:
-    """The config's replicas, not started. logs: the folder of their logs. gpus: number of GPUs of this machine. key:
-    what managed servers ask for; None: a new one."""
-    generation = cfg.generation
-    if generation.servers.urls:
-        return replicas_at_urls(generation.servers, plain=generation.backend == PLAIN)
-    nccl = generation.refit.transport == "nccl"
-    api = APIS[generation.backend](
-        settings=generation.servers,
-        dtype=generation.servers.dtype or ("float32" if cfg.precision.dtype == "fp32" else "bfloat16"),
-        log=logs,
-        max_length=cfg.model.seq_length,
-        arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else (),
-        logprobs_after_temperature=_after_temperature(cfg),
-        sleeps=generation.placement == "shared",
-        nccl_library=nccl_library(generation) if nccl else None,
-        adapter_rank=cfg.lora.rank if cfg.lora.rank and generation.refit.lora == "adapter" else None,
-    )
-    return managed_replicas(api, model_folder, gpus, key)
 
 
 def replicas_at_urls(settings: ServersConfig, *, plain: bool = False) -> list[Replica]:
@@ -117,7 +90,7 @@ def replicas_at_urls(settings: ServersConfig, *, plain: bool = False) -> list[Re
 
 def managed_replicas(api: ServerAPI, model_folder: Path, gpus: int, key: str | None = None) -> list[ManagedReplica]:
     """Replicas of any kind that the run starts on this machine. api: the same for each except ``gpus``, and ``log``,
-    which is here the folder of the logs. gpus, key: as for ``build_replicas``."""
+    which is here the folder of the logs. gpus: of this machine. key: what they ask for; None: a new one."""
     settings, key = api.settings, key or secrets.token_urlsafe(32)
     each, limit_s = settings.tensor_parallel_size, settings.start_limit_s
     replicas = []
@@ -147,37 +120,6 @@ def start(replicas: Sequence[Replica], needed_length: int) -> None:
             names = ", ".join(f"{replica}: {replica.model_name}" for replica in replicas)
             raise ServerError(f"the servers have different models ({names})")
         unless_ready.pop_all()
-
-
-def build_server_engine(
-    cfg: RunConfig,
-    replicas: Sequence[Replica],
-    *,
-    stop_ids: Sequence[int],
-    vocab_size: int,
-    decode: Callable[[Sequence[int]], str],
-    progress: bool = False,
-    **of_plain_endpoints: Any,
-) -> ServerEngine:
-    """replicas: ready ones. of_plain_endpoints: as for ``PlainEngine``, with that backend."""
-    kind = PlainEngine if of_plain_endpoints else ServerEngine
-    return kind(
-        replicas,
-        APIS.get(cfg.generation.backend, ServerAPI),
-        cfg.generation.servers,
-        stop_ids=stop_ids,
-        vocab_size=vocab_size,
-        decode=decode,
-        logprobs_after_temperature=_after_temperature(cfg),
-        progress=progress,
-        **of_plain_endpoints,
-    )
-
-
-def _after_temperature(cfg: RunConfig) -> bool:
-    """With a top-p cut, training and evaluations are at temperature 1 (``config.run``); an evaluation has no cut, and
-    both kinds are the same for it."""
-    return cfg.generation.backend == VLLM.backend and cfg.sampling.top_p == 1
 
 
 def _user_key(settings: ServersConfig) -> ApiKey:

@@ -95,7 +95,7 @@ def _sources(cfg: RewardModelRunConfig, run: StoredRun) -> tuple[str, PreTrained
             raise UserError(f"model.path: {path} has no config.json that transformers knows ({error})") from error
         where = f"model.path ({path})"
     else:
-        tokenizer = load_tokenizer(model_folder(run.cfg, run.folder))
+        tokenizer = load_tokenizer(model_folder(run.cfg.model, run.folder))
         where, fields = "model.architecture", dict(cfg.model.architecture)
         try:
             source = AutoConfig.for_model(fields.pop("model_type", None), **{"vocab_size": len(tokenizer), **fields})

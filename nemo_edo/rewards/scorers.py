@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_edo.config import RunConfig
+from nemo_edo.config import DataConfig, RewardsConfig
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.problems import LoadedProblems
@@ -21,24 +21,28 @@ if TYPE_CHECKING:
 
 
 def build_scorer(
-    cfg: RunConfig,
+    rewards: RewardsConfig,
+    data: DataConfig,
+    run: Path,
     loaded: dict[Path, LoadedProblems],
     encode: Callable[[str], tuple[int, ...]],
     require_unchanged: Callable[[], None] = lambda: None,
 ) -> tuple[Scorer, Judge | None]:
     """The scorer of responses to the loaded problems, and its judge (a language model) or None.
 
-    encode: the policy's token ids of a text, which a custom reward may take. require_unchanged: called before a
+    run: the run's folder, for a custom reward's failures; a judge's verdicts are next to it unless the config says
+    where. encode: the policy's token ids of a text, which a custom reward may take. require_unchanged: called before a
     custom reward's module is imported, which happens again after a call that took too long.
 
     Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. Raises UserError where
     a custom reward fails on the first problems, and where a judge does not answer.
     """
-    rewards, answers = cfg.rewards, answer_format(cfg.data.answer_format, cfg.data.answer_pattern)
+    answers = answer_format(data.answer_format, data.answer_pattern)
     if rewards.by_function:
-        failures = Path(cfg.output_dir) / cfg.name / "failures"
-        columns = {column: name for name, column in vars(cfg.data.columns).items() if column}
-        custom = CustomScorer(answers, rewards, failures=failures, require_unchanged=require_unchanged, columns=columns)
+        columns = {column: name for name, column in vars(data.columns).items() if column}
+        custom = CustomScorer(
+            answers, rewards, failures=run / "failures", require_unchanged=require_unchanged, columns=columns
+        )
         custom.try_on([file.problems[0] for file in loaded.values()], encode)
         return custom, None
     without = next((p for file in loaded.values() for p in file.problems if not p.answer), None)
@@ -55,18 +59,18 @@ def build_scorer(
     if rewards.verifier == "judge":
         from nemo_edo.rewards.judge import Judge, JudgeCache  # HTTP clients, which other runs do not load
 
-        cache = JudgeCache(Path(rewards.judge.cache or Path(cfg.output_dir) / "judge.sqlite"))
+        cache = JudgeCache(Path(rewards.judge.cache or run.parent / "judge.sqlite"))
         judge = Judge(rewards.judge, cache, answers, verifier if rewards.judge.compare_with_rules else None)
         judge.check()
         return judge, judge
     for path, file in loaded.items():
-        loaded[path] = verifier.verifiable(path, file, cfg.data.on_bad_rows)
+        loaded[path] = verifier.verifiable(path, file, data.on_bad_rows)
     return MathScorer(answers, verifier), None
 
 
-def check_functions(cfg: RunConfig) -> None:
+def check_functions(rewards: RewardsConfig) -> None:
     """Raises UserError for a custom reward that cannot be called."""
-    if cfg.rewards.by_function:
-        custom = CustomScorer(answer_format("flexible"), cfg.rewards, failures=Path(cfg.output_dir))
+    if rewards.by_function:
+        custom = CustomScorer(answer_format("flexible"), rewards, failures=Path())  # scores nothing
         custom.check()
         custom.close()

@@ -26,6 +26,11 @@ class Watch:
     """What a generation tells the run; this one tells nobody. ``alive`` and ``stop_if_asked`` may be called from any
     thread."""
 
+    @property
+    def clock(self) -> PhaseClock:
+        """Where the time of generation and scoring is counted."""
+        return PhaseClock()
+
     def begin_part(self) -> None:
         """Called before an engine gets requests; may raise RunStopped."""
 
@@ -67,14 +72,13 @@ class Parts:
         scorer: Scorer,
         sampling: SamplingParams,
         problems: Sequence[Problem],
-        clock: PhaseClock | None = None,
     ) -> list[ScoredRollout]:
         """Scored responses to the requests, in their order; those that are not on disk are generated, and then are.
 
-        clock: gets the phases generate and score; scoring is in the former while responses are generated.
+        The watch's clock gets the phases generate and score; scoring is in the former while responses are generated.
         Raises UserError where responses on disk answer other requests or a response is of another policy, and where
         the engine or the scorer gives up, and RunStopped: the responses that have ended by then are on disk."""
-        clock, found = clock or PhaseClock(), self._take(requests)
+        clock, found = self.watch.clock, self._take(requests)
         missing = [request for request in requests if _key(request) not in found]
         # A scorer that compares a problem's responses gets them together.
         together = Counter(one.problem_id for one in missing) if getattr(scorer, "by_group", False) else {}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.config import (
@@ -43,6 +44,7 @@ from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
 from nemo_edo.worker.worker import Worker
 
 if TYPE_CHECKING:
+    from nemo_edo.generation.replica import Replica
     from nemo_edo.generation.server_engine import ServerEngine
 
 
@@ -111,7 +113,7 @@ class Builder:
         weights of a checkpoint, None: the starting ones. folder: the model's; None: that of the config."""
         cfg = self._cfg
         settings = {
-            "folder": folder or model_folder(cfg, self._folder),
+            "folder": folder or model_folder(cfg.model, self._folder),
             "parallelism": cfg.parallelism,
             "precision": cfg.precision,
             "lora": cfg.lora,
@@ -204,7 +206,7 @@ class Builder:
 
             from nemo_edo.generation import servers
 
-            servers.check_servers(servers.placed(self._cfg, self._own_gpus()), torch.cuda.device_count())
+            servers.check_servers(servers.placed(self._cfg.generation, self._own_gpus()), torch.cuda.device_count())
 
     def check_refit(self) -> None:
         """Raises UserError where trained weights could not reach the config's servers."""
@@ -217,41 +219,83 @@ class Builder:
     def start_servers(self) -> None:
         """Starts the servers of the config, if any, with the weights that the run begins with, and waits until they are
         ready. Raises UserError where one is not."""
-        cfg, run, data = self._cfg, self._folder, self._data
+        cfg, run = self._cfg, self._folder
         if not cfg.generation.is_served:
             return
         import torch
 
         from nemo_edo.generation import servers
 
-        folder = model_folder(cfg, run)
-        own = servers.placed(cfg, self._own_gpus())
-        replicas = servers.build_replicas(own, folder, run.path / "servers", torch.cuda.device_count())
+        placed = servers.placed(cfg.generation, self._own_gpus())
+        replicas = self.replicas(placed, run.path / "servers", torch.cuda.device_count())
         servers.start(replicas, cfg.model.seq_length)
         if cfg.generation.servers.urls and run.journal():
             require_served(run.journal()["files"].get("served"), replicas[0].served, cfg.allow_changed)
             run.note_inputs([], served=replicas[0].served)
-        texts: dict[str, Any] = {}
-        if cfg.generation.backend == PLAIN:  # what an engine over plain endpoints needs to know of texts and tokens
-            chats = {problem.id: chat_of(problem, data.style) for problem in (*data.train, *data.test)}
-            texts = {
-                "encode": lambda text: data.tokenizer.encode(text, add_special_tokens=False),
-                "prompt_text": lambda ids: prompt_text(data.tokenizer, ids),
-                "chats": chats if cfg.generation.servers.chat else None,
-            }
-        self.servers = servers.build_server_engine(
-            cfg,
-            replicas,
-            stop_ids=data.stop.ids,
-            vocab_size=json.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"],
-            decode=data.decode,
-            progress=True,
-            **texts,
-        )
+        self.servers = self.server_engine(replicas)
         if cfg.generation.placement == "shared":
             from nemo_edo.refit.setup import build_sleep
 
             build_sleep(cfg.generation.servers, workers()).begin(self.servers.replicas)
+
+    def replicas(
+        self, generation: GenerationConfig, logs: Path, gpus: int, key: str | None = None
+    ) -> Sequence[Replica]:
+        """Replicas that are not started. generation: the config's, with a place on this machine. logs: the folder of
+        their logs. gpus: number of GPUs of this machine. key: what managed servers ask for; None: a new one."""
+        from nemo_edo.generation import servers
+        from nemo_edo.generation.server_api import APIS
+
+        cfg, settings, refit = self._cfg, generation.servers, generation.refit
+        if settings.urls:
+            return servers.replicas_at_urls(settings, plain=generation.backend == PLAIN)
+        nccl = refit.transport == "nccl"
+        api = APIS[generation.backend](
+            settings=settings,
+            dtype=settings.dtype or ("float32" if cfg.precision.dtype == "fp32" else "bfloat16"),
+            log=logs,
+            max_length=cfg.model.seq_length,
+            arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else (),
+            logprobs_after_temperature=self._logprobs_after_temperature,
+            sleeps=generation.placement == "shared",
+            nccl_library=servers.nccl_library(generation) if nccl else None,
+            adapter_rank=cfg.lora.rank if cfg.lora.rank and refit.lora == "adapter" else None,
+        )
+        return servers.managed_replicas(api, model_folder(cfg.model, self._folder), gpus, key)
+
+    def server_engine(self, replicas: Sequence[Replica]) -> ServerEngine:
+        """An engine over replicas that are ready."""
+        from nemo_edo.generation.server_api import APIS, ServerAPI
+        from nemo_edo.generation.server_engine import PlainEngine, ServerEngine
+
+        generation, data = self._cfg.generation, self._data
+        kind, texts = ServerEngine, dict[str, Any]()
+        if generation.backend == PLAIN:  # what an engine over plain endpoints needs to know of texts and tokens
+            chats = {problem.id: chat_of(problem, data.style) for problem in (*data.train, *data.test)}
+            kind = PlainEngine
+            texts = {
+                "encode": lambda text: data.tokenizer.encode(text, add_special_tokens=False),
+                "prompt_text": lambda ids: prompt_text(data.tokenizer, ids),
+                "chats": chats if generation.servers.chat else None,
+            }
+        config = model_folder(self._cfg.model, self._folder) / "config.json"
+        return kind(
+            replicas,
+            APIS.get(generation.backend, ServerAPI),
+            generation.servers,
+            stop_ids=data.stop.ids,
+            vocab_size=json.loads(config.read_text(encoding="utf-8"))["vocab_size"],
+            decode=data.decode,
+            logprobs_after_temperature=self._logprobs_after_temperature,
+            progress=True,
+            **texts,
+        )
+
+    @property
+    def _logprobs_after_temperature(self) -> bool:
+        """With a top-p cut, training and evaluations are at temperature 1 (``config.run``); an evaluation has no cut,
+        and both kinds are the same for it."""
+        return self._cfg.generation.backend == "vllm" and self._cfg.sampling.top_p == 1
 
     def _own_gpus(self) -> int:
         """GPUs that this run's processes on this machine use."""
@@ -281,5 +325,5 @@ class Builder:
 
         cfg, generation, size = self._cfg, self._cfg.generation, 0
         if generation.refit.transport == "disk":
-            size = weight_bytes(model_folder(cfg, self._folder), cfg.precision.dtype)
+            size = weight_bytes(model_folder(cfg.model, self._folder), cfg.precision.dtype)
         return build_server_sync(generation, self._folder.path, size, model.workers, engine)

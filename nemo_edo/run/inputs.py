@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nemo_edo.builtin_task.arithmetic import make_problems
-from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, RunConfig
+from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, ModelConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import READ, check_context, check_files, find_model, read_fields, unread_files
 from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
@@ -101,10 +101,9 @@ class Data:
         return max(len(prompt) for prompt in self.prompts.values())
 
 
-def made_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
+def made_problems(data: DataConfig, run: RunFolder) -> dict[str, list[Problem]]:
     """The splits that a run makes itself: those of the built-in task, or of ``data.source``. Whatever the function
     makes next time, a run that resumes has the problems that it began with. Empty where problems are in files."""
-    data = cfg.data
     if data.is_built_in:
         return make_problems(data.arithmetic, run.data)
     if data.source is None:
@@ -119,7 +118,7 @@ def made_problems(cfg: RunConfig, run: RunFolder) -> dict[str, list[Problem]]:
 def write_builtin_files(cfg: RunConfig, run: RunFolder, made: Mapping[str, Sequence[Problem]] | None = None) -> None:
     """What the config names no files of: the problems (made: these, or those of ``made_problems``), and a model with
     random weights."""
-    made = made_problems(cfg, run) if made is None else made
+    made = made_problems(cfg.data, run) if made is None else made
     for split, problems in made.items():
         made_by = {"function": cfg.data.source or "the built-in task"}
         benchmark = ARITHMETIC if cfg.data.source is None else MADE
@@ -153,9 +152,9 @@ def _write_tokenizer(cfg: RunConfig, folder: Path, made: Mapping[str, Sequence[P
     return write_base_model(folder, cfg.model.architecture, words)
 
 
-def model_folder(cfg: RunConfig, run: RunFolder) -> Path:
+def model_folder(model: ModelConfig, run: RunFolder) -> Path:
     """The policy's Hugging Face folder: that of ``model.path``, or the built-in model's."""
-    return find_model(cfg.model.path) if cfg.model.path is not None else run.base
+    return find_model(model.path) if model.path is not None else run.base
 
 
 def load_checked_data(
@@ -166,7 +165,7 @@ def load_checked_data(
     Raises UserError for anything in the data that would stop the run later, and where the disk has no room for the
     rollouts of all iterations of ``arms``; None: the disk is not looked at."""
     run = run or RunFolder(Path(cfg.output_dir) / cfg.name)
-    made = made_problems(cfg, run)
+    made = made_problems(cfg.data, run)
     with tempfile.TemporaryDirectory() as scratch:
         if cfg.model.path is None:
             _write_tokenizer(cfg, Path(scratch), made)
@@ -229,20 +228,22 @@ def load_data(
         return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
 
     loaded = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
-    folder = model_folder(cfg, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
+    folder = model_folder(cfg.model, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
 
     def encode(text: str) -> TokenIds:
         return tuple(load_tokenizer(folder).encode(text, add_special_tokens=False))
 
-    scorer, judge = (
-        build_scorer(cfg, loaded, encode, inputs.require_unchanged) if scores else (ExactAnswerScorer(), None)
-    )
+    scorer: Scorer = ExactAnswerScorer()
+    judge = None
+    if scores:
+        own = Path(cfg.output_dir) / cfg.name
+        scorer, judge = build_scorer(cfg.rewards, cfg.data, own, loaded, encode, inputs.require_unchanged)
     warmup_file = files.get("warmup", train_file)
     if cfg.sft.steps and warmup_file not in loaded:
         loaded[warmup_file] = load("warmup")
     learned = loaded[warmup_file].problems if cfg.sft.steps else []
     train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems[: cfg.evaluation.limit]
-    _check_problems(cfg, train, test, learned)
+    _check_problems(train, test, learned, cfg.evaluation.tuning_problems)
     tokenizer = load_tokenizer(folder)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
@@ -266,7 +267,13 @@ def load_data(
     warnings = warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
-        warnings += _warnings_of_experts(cfg, fields)
+        experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+        if experts > 1 and cfg.has_arms and not cfg.generation.routing_replay:
+            warnings.append(
+                f"warning: the model has {experts} experts, and generation.routing_replay is false: a token's experts "
+                "can differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; "
+                "watch sampler_gap (docs/scaling.md, Experts)"
+            )
         check_rows(chain(prompts.values(), *solutions), stop.ids, tokenizer, fields, folder / "config.json")
     if limit is None:
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
@@ -291,18 +298,7 @@ def load_data(
     )
 
 
-def _warnings_of_experts(cfg: RunConfig, fields: Mapping[str, Any]) -> list[str]:
-    experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if experts <= 1 or not cfg.has_arms or cfg.generation.routing_replay:
-        return []
-    return [
-        f"warning: the model has {experts} experts, and generation.routing_replay is false: a token's experts can "
-        "differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; watch "
-        "sampler_gap (docs/scaling.md, Experts)"
-    ]
-
-
-def _check_problems(cfg: RunConfig, train: list[Problem], test: list[Problem], learned: list[Problem]) -> None:
+def _check_problems(train: list[Problem], test: list[Problem], learned: list[Problem], tuning: int) -> None:
     """Raises UserError for problems that the run could not use; ``learned`` are the warm-up's."""
     if unsolved := next((problem for problem in learned if not problem.solution), None):
         raise UserError(
@@ -317,7 +313,6 @@ def _check_problems(cfg: RunConfig, train: list[Problem], test: list[Problem], l
             f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
             "files different names"
         )
-    tuning = cfg.evaluation.tuning_problems
     if tuning > len(train):
         expected = f"at most the number of training problems, {len(train)}"
         raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")

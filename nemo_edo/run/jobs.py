@@ -185,7 +185,7 @@ def export(
         data=str(cfg.data.source or cfg.data.train or "the built-in task"),
         seed=cfg.seed,
         bootstrap=cfg.evaluation.bootstrap,
-        base=inputs.model_folder(cfg, folder),
+        base=inputs.model_folder(cfg.model, folder),
         hub_name=path if path is not None and is_hub_name(path) else None,
         adapter=adapter,
     )

@@ -9,6 +9,8 @@ import torch
 from nemo_edo.config.compose import compose_run
 from nemo_edo.generation import servers
 from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.build import Builder
+from nemo_edo.run_folder import RunFolder
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(1800)]
 CHARACTERS = "verdict: coin0123456789"
@@ -58,7 +60,7 @@ def server(vllm_environment: Path, inputs):
     """One server, asked for responses and for verdicts."""
     folder, common = inputs
     cfg = compose_run("evaluate", [*common, "generation=vllm", f"generation.servers.python={vllm_environment}"])
-    replicas = servers.build_replicas(cfg, folder / "model", folder / "servers", 0, key=KEY)
+    replicas = Builder(cfg, RunFolder(folder)).replicas(cfg.generation, folder / "servers", 0, key=KEY)
     servers.start(replicas, cfg.model.seq_length)
     yield replicas[0]
     replicas[0].stop()

@@ -90,8 +90,7 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     for place, forbidden in (("run_folder", "report"), ("evaluation", "algorithms"), *never):
         assert [module for module in users_of(forbidden) if is_in(module, place)] == []
     whole = {room(module) for module, found in IMPORTS.items() if "RunConfig" in {name for _, name, _ in found}}
-    assert whole <= {"api", "checks", "cli", "cluster", "config", "experiments", "generation", "rewards", "run",
-                     "search"}  # fmt: skip
+    assert whole <= {"api", "checks", "cli", "cluster", "config", "experiments", "run", "search"}
 
 
 @pytest.mark.parametrize(("name", "rooms"), {

@@ -58,17 +58,8 @@ def overrides(args: argparse.Namespace) -> list[str]:
 
 def engines(cfg, builder, data, model) -> dict:
     """What is timed, by name: in process, one server, and all of them."""
-    from nemo_edo.generation.servers import build_server_engine
-
     servers = builder.servers
-    one = build_server_engine(
-        cfg,
-        servers.replicas[:1],
-        stop_ids=data.stop.ids,
-        vocab_size=model.workers.local.model.built.vocab_size,
-        decode=data.decode,
-    )
-    found = {"in process": builder.engine(model), "one server": one}
+    found = {"in process": builder.engine(model), "one server": builder.server_engine(servers.replicas[:1])}
     return found if len(servers.replicas) == 1 else {**found, f"{len(servers.replicas)} servers": servers}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nemo_edo.errors import UserError
+from nemo_edo.generation import megatron_engine
 from nemo_edo.generation.batch_size import (
     MOST_ON_CPU,
     of_similar_length,
@@ -47,11 +48,13 @@ def row_of(engine, prompt: int, response: int) -> int:
 @pytest.mark.parametrize("room", [1, 5, 26, 27])
 def test_auto_decodes_as_many_rows_as_half_of_the_free_memory_holds(
         engine, requests, available, monkeypatch, room: int):
-    expected, sizes, batch = {}, [], engine._batch
+    expected, sizes = {}, []
     for request in requests:
         available(10**12)
         expected[request] = engine.generate([request], SAMPLING)[0].response_ids
-    monkeypatch.setattr(engine, "_batch", lambda asked, rows, *a: sizes.append(rows) or batch(asked, rows, *a))
+    decoding = megatron_engine._Decoding
+    monkeypatch.setattr(megatron_engine, "_Decoding", lambda asked, rows, *a, **more: (
+        sizes.append(rows) or decoding(asked, rows, *a, **more)))
     available(2 * row_of(engine, LONGEST, refilled_places(SAMPLING.max_new_tokens)) * room + 1)
     found = engine.generate(requests, SAMPLING)
     assert sizes == [room]

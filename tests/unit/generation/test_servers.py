@@ -8,7 +8,9 @@ import pytest
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.generation.server_api import VLLM
-from nemo_edo.generation.servers import build_replicas, check_servers
+from nemo_edo.generation.servers import check_servers
+from nemo_edo.run.build import Builder
+from nemo_edo.run_folder import RunFolder
 
 SERVERS = "generation.servers"
 
@@ -21,9 +23,13 @@ def of_servers(**settings) -> list[str]:
     return [f"{SERVERS}.{name}={value}" for name, value in settings.items()]
 
 
+def built(cfg, gpus: int = 0):
+    return Builder(cfg, RunFolder(Path("/run"))).replicas(cfg.generation, Path("/logs"), gpus)
+
+
 def commands(cfg, gpus: int = 0) -> list[tuple[list[str], dict[str, str]]]:
     """Command line and environment of each server that a config starts."""
-    apis = [replica.api for replica in build_replicas(cfg, Path("/model"), Path("/logs"), gpus)]
+    apis = [replica.api for replica in built(cfg, gpus)]
     return [(api.command(Path("/model"), 8000), api.environment("a-secret")) for api in apis]
 
 
@@ -38,15 +44,15 @@ def option(command: list[str], name: str) -> str:
 def test_servers_that_cannot_be_started_or_reached_are_refused(monkeypatch, settings: dict, named: str):
     monkeypatch.delenv("MY_KEY", raising=False)
     with pytest.raises(UserError, match=named):
-        check_servers(config(*of_servers(**settings)), gpus=0)
+        check_servers(config(*of_servers(**settings)).generation, gpus=0)
 
 
 def test_replicas_take_separate_gpus_from_first_gpu_and_too_few_are_refused(monkeypatch):
     monkeypatch.setattr(VLLM, "package", "json")
     cfg = config(*of_servers(python=sys.executable, replicas=2, tensor_parallel_size=2, first_gpu=4))
-    check_servers(cfg, gpus=8)
+    check_servers(cfg.generation, gpus=8)
     with pytest.raises(UserError, match="8 GPUs.* 7"):
-        check_servers(cfg, gpus=7)
+        check_servers(cfg.generation, gpus=7)
     found = commands(cfg, gpus=8)
     assert [environment["CUDA_VISIBLE_DEVICES"] for _, environment in found] == ["4,5", "6,7"]
     assert all(option(command, "tensor-parallel-size") == "2" for command, _ in found)
@@ -67,14 +73,14 @@ def test_servers_choose_among_the_gpus_that_the_run_may_use(monkeypatch, backend
 def test_servers_at_urls_get_the_key_of_the_environment(monkeypatch):
     monkeypatch.setenv("MY_KEY", "a-secret")
     cfg = config(*of_servers(urls="[http://a:1,http://b:2/]", api_key_variable="MY_KEY"))
-    replicas = build_replicas(cfg, Path("/model"), Path("/logs"), gpus=0)
+    replicas = built(cfg)
     header = "Bearer a-secret"
     assert [(r.url, r.is_managed, r.key.headers["Authorization"]) for r in replicas] == [
         ("http://a:1", False, header), ("http://b:2", False, header)]
 
 
 def test_every_run_makes_a_new_key_that_no_command_line_shows():
-    keys = [build_replicas(config(), Path("/model"), Path("/logs"), gpus=0)[0].key.value for _ in range(2)]
+    keys = [built(config())[0].key.value for _ in range(2)]
     assert keys[0] != keys[1] and all(len(key) >= 43 for key in keys)
     [(command, environment)] = commands(config())
     assert not any("a-secret" in part for part in command) and environment["VLLM_API_KEY"] == "a-secret"

@@ -207,7 +207,7 @@ def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_i
     loaded = {Path("train"): LoadedProblems([train], []), Path("test"): LoadedProblems([test], [])}
     cfg = compose_run("quickstart", [f"rewards.function={path}", f"output_dir={tmp_path}/runs"])
     with pytest.raises(UserError) as refused:
-        build_scorer(cfg, loaded, lambda text: ())
+        build_scorer(cfg.rewards, cfg.data, tmp_path / "runs/run", loaded, lambda text: ())
     assert str(refused.value).startswith(f"rewards.function ({path}), tried on problem ")
     assert message in str(refused.value)
     assert "problem test-1 (test.jsonl:1) with the response '#### 3' (str)" in str(refused.value)

@@ -146,7 +146,8 @@ def test_scores_keep_the_order_and_each_rollout_meets_its_own_problem():
 def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_setting_says_otherwise():
     def scorer(answer: str, kind: str, *overrides: str):
         loaded = {Path("a.jsonl"): LoadedProblems([problem(answer, kind=kind)], [])}
-        return build_scorer(compose_run("quickstart", list(overrides)), loaded, lambda text: ())[0]
+        cfg = compose_run("quickstart", list(overrides))
+        return build_scorer(cfg.rewards, cfg.data, Path("runs/run"), loaded, lambda text: ())[0]
 
     assert isinstance(scorer(r"\frac{1}{2}", "math"), MathScorer)
     assert isinstance(scorer(r"\frac{1}{2}", "math", "rewards.verifier=exact"), ExactAnswerScorer)
