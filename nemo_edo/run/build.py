@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.config import (
@@ -269,7 +269,8 @@ class Builder:
         from nemo_edo.generation.server_engine import PlainEngine, ServerEngine
 
         generation, data = self._cfg.generation, self._data
-        kind, texts = ServerEngine, dict[str, Any]()
+        kind: type[ServerEngine] = ServerEngine
+        texts: dict[str, Any] = {}
         if generation.backend == PLAIN:  # what an engine over plain endpoints needs to know of texts and tokens
             chats = {problem.id: chat_of(problem, data.style) for problem in (*data.train, *data.test)}
             kind = PlainEngine
