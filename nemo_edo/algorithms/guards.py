@@ -147,7 +147,15 @@ class Guards:
         if metrics["skipped"]:
             return [self._skipped(metrics)]
         self._state["skipped_in_a_row"] = 0
-        return [*self._spike(metrics["grad_norm"]), *self._beyond_bounds("step", OF_STEPS, metrics)]
+        norm, bound, norms, alarms = metrics["grad_norm"], self._spike_bound, self._state["grad_norms"], []
+        if norm > bound:
+            advice = "lower optimizer.lr if it happens often, or set guards.on_grad_norm_spike=skip"
+            message = f"{_spike_in_words(norm, bound)}: {advice}"
+            alarms.append(self._alarm("guards.grad_norm_spike", message, norm, bound, "warn"))
+        if norm > 0:  # a batch without any advantage says nothing about the size of the others' gradients
+            norms.append(norm)
+            del norms[:-WINDOW]
+        return [*alarms, *self._beyond_bounds("step", OF_STEPS, metrics)]
 
     def _skipped(self, metrics: Mapping[str, float]) -> Alarm:
         state, most, bound = self._state, self._config.max_skipped_steps, self.grad_norm_limit
@@ -166,17 +174,6 @@ class Guards:
         if action == "stop":
             what += "; find the responses that cause it by a replay; lower optimizer.lr if none does"
         return self._alarm(guard, what, value, bound, action, batch_matters=True)
-
-    def _spike(self, norm: float) -> Iterator[Alarm]:
-        bound, norms = self._spike_bound, self._state["grad_norms"]
-        if norm > bound:
-            advice = "lower optimizer.lr if it happens often, or set guards.on_grad_norm_spike=skip"
-            yield self._alarm(
-                "guards.grad_norm_spike", f"{_spike_in_words(norm, bound)}: {advice}", norm, bound, "warn"
-            )
-        if norm > 0:  # a batch without any advantage says nothing about the size of the others' gradients
-            norms.append(norm)
-            del norms[:-WINDOW]
 
     def _beyond_bounds(self, kind: str, names: Sequence[str], measured: Mapping[str, float]) -> Iterator[Alarm]:
         for name in names:

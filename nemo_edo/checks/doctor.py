@@ -139,7 +139,15 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
         # Where the devices are others than this machine's, so may be the folder's weights.
         if (folder := Path(cfg.model.path)).joinpath("config.json").is_file():
             if devices.here or weight_files(folder):
-                _check_folder(cfg)
+                from nemo_edo.run import inputs
+
+                served = cfg.algorithm == NONE and cfg.generation.is_served
+                if not served and installed(WITHOUT_DEPENDENCIES):
+                    from nemo_edo.megatron import platform
+
+                    platform.enter()
+                if served or installed(WITHOUT_DEPENDENCIES):
+                    inputs.check_model(cfg)
     shape = memory.model_shape(cfg)
     node = min(devices.count, advice.GPUS_OF_A_NODE)
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
@@ -162,19 +170,6 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
         cfg = memory.with_rows_that_fit(cfg, shape, devices.count, devices.bytes, rows=rows, **known)
     loads = memory.workloads(cfg, shape, devices.count, **known)
     return Case(given, devices, shape, longest, train, known, cfg, loads, warnings)
-
-
-def _check_folder(cfg: RunConfig) -> None:
-    """Raises UserError for a model folder that a run would refuse."""
-    from nemo_edo.run import inputs
-
-    served = cfg.algorithm == NONE and cfg.generation.is_served
-    if not served and installed(WITHOUT_DEPENDENCIES):
-        from nemo_edo.megatron import platform
-
-        platform.enter()
-    if served or installed(WITHOUT_DEPENDENCIES):
-        inputs.check_model(cfg)
 
 
 # --- the model and its memory -----------------------------------------------------------------------------------------

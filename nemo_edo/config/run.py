@@ -241,7 +241,13 @@ class RunConfig(Section):
     def rules(self) -> Iterator[Rule]:
         given = self.model.path is not None or self.model.architecture is not None
         yield given, "model.path", "a folder, or null and a model.architecture: give at least one of them"
-        yield from self._rules_of_algorithm()
+        alone = f"none with algorithm {self.algorithm} (take them out with '~arms')"
+        require(self.has_arms or not self.arms, "arms", list(self.arms), alone)
+        yield self.algorithm != SFT or self.sft.steps > 0, "sft.steps", "a number above 0 with algorithm sft"
+        nothing, untrained = self.algorithm == NONE, "with algorithm none: nothing is trained"
+        yield from self.only_if(not nothing, untrained, "sft.steps", "generation.placement")
+        both = nothing or self.data.source is not None or (self.data.train is None) == (self.data.test is None)
+        yield both, "data.train", "a file with data.test, or neither for the built-in task"
         yield from self._rules_of_generation()
         for section in ("sft", "grpo", "idpo"):
             self.check_training(getattr(self, section), section)
@@ -258,16 +264,6 @@ class RunConfig(Section):
     def has_arms(self) -> bool:
         """Whether the run trains arms; the single unnamed arm counts."""
         return self.algorithm in ALGORITHMS
-
-    def _rules_of_algorithm(self) -> Iterator[Rule]:
-        """What the run trains, and on which data."""
-        alone = f"none with algorithm {self.algorithm} (take them out with '~arms')"
-        require(self.has_arms or not self.arms, "arms", list(self.arms), alone)
-        yield self.algorithm != SFT or self.sft.steps > 0, "sft.steps", "a number above 0 with algorithm sft"
-        nothing, untrained = self.algorithm == NONE, "with algorithm none: nothing is trained"
-        yield from self.only_if(not nothing, untrained, "sft.steps", "generation.placement")
-        both = nothing or self.data.source is not None or (self.data.train is None) == (self.data.test is None)
-        yield both, "data.train", "a file with data.test, or neither for the built-in task"
 
     def _rules_of_generation(self) -> Iterator[Rule]:
         """What the engine can do, and whether the model has room for a response."""

@@ -100,11 +100,6 @@ class PromptRows:
             rows = padded.index_copy_(0, self.places, rows)
         return rows.unflatten(0, (self.prompts, self.most))
 
-    def by_row(self, rows: Tensor) -> Tensor:
-        """[rows, ...] of [prompts, most, ...]."""
-        rows = rows.flatten(0, 1)
-        return rows if self.places is None else rows.index_select(0, self.places)
-
 
 @dataclass(frozen=True)
 class CachedPrompts:
@@ -135,7 +130,8 @@ class CachedPrompts:
         """A product [prompts, groups, most n, ...] of rows [rows, groups, n, ...], as [rows, groups, n, ...]."""
         by_prompt = self.rows.by_prompt(rows).transpose(1, 2)
         result = product(by_prompt.flatten(2, 3)).unflatten(2, by_prompt.shape[2:4])
-        return self.rows.by_row(result.transpose(1, 2))
+        flat, places = result.transpose(1, 2).flatten(0, 1), self.rows.places
+        return flat if places is None else flat.index_select(0, places)
 
 
 class PromptCacheContext(CacheContext):

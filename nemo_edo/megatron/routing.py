@@ -13,19 +13,11 @@ from contextlib import contextmanager
 
 import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
-from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from megatron.core.utils import get_model_config
 from torch import Tensor
-
-
-def expert_layers(config: TransformerConfig) -> list[int]:
-    """Numbers of the layers that have experts, counted from 1 as Megatron does."""
-    every = config.moe_layer_freq
-    pattern = every if isinstance(every, list) else [number % every == 0 for number in range(config.num_layers)]
-    return [number + 1 for number, has_experts in enumerate(pattern) if has_experts]
 
 
 def set_replayed(chunk: MegatronModule, experts: Tensor) -> None:
@@ -36,7 +28,9 @@ def set_replayed(chunk: MegatronModule, experts: Tensor) -> None:
     Raises ValueError where the rollouts were sampled by a model with other layers or another k.
     """
     routers, config = _routers(chunk), get_model_config(chunk)
-    layers, k = expert_layers(config), config.moe_router_topk
+    every, k = config.moe_layer_freq, config.moe_router_topk
+    pattern = every if isinstance(every, list) else [number % every == 0 for number in range(config.num_layers)]
+    layers = [number + 1 for number, has_experts in enumerate(pattern) if has_experts]  # counted as Megatron does
     if experts.shape[-1] != len(layers) * k:
         raise ValueError(
             f"a token of the rollouts has {experts.shape[-1]} experts in all layers, but this model has {len(layers)} "

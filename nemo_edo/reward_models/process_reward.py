@@ -27,7 +27,7 @@ from nemo_edo.reward_models.formats import (
     too_long,
 )
 from nemo_edo.rollouts.store import ScoreStore, StepScores, check_score_name, rollouts_checksum
-from nemo_edo.run.stored_run import StoredRun, open_run
+from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import taken
 from nemo_edo.test_time.search_llm import StepPath, StepScore
 from nemo_edo.types import Rollout
@@ -179,37 +179,33 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
     about, maker, cfg = _model(model, tokenizer, cfg)
     stored = open_run(run)
     with taken([run]):
-        return _score(stored, about, maker, name, arm, cfg)
-
-
-def _score(stored: StoredRun, about: RewardFolder, maker: str, name: str, arm: str | None, cfg: ScoreConfig):
-    form, questions = load_format(about), stored.questions("test")
-    pending, lines = [], []
-    for policy, kind in product(stored.evaluated([arm] if arm else []), KINDS):
-        store = ScoreStore(stored.folder.scores(policy, name))
-        responses = stored.evaluation_responses(policy, kind)
-        label = {"rollouts": rollouts_checksum(responses), "made_by": maker}
-        scores = store.scored(kind, **label)
-        keys = [(one.rollout.problem_id, one.rollout.sample_index) for one in responses]
-        missing = {key: one.rollout for key, one in zip(keys, responses, strict=True) if key not in scores}
-        encoded = encode_responses(list(missing.values()), questions, form, separator=cfg.step_separator)
-        if cfg.too_long != "zero":
-            require_fitting(encoded, about.max_length, "responses")
-        zeros = len(too_long(encoded, about.max_length))
-        new = f"{len(missing)} new" if missing else "none new"
-        new += f", {zeros} longer than the model's context with score 0" if zeros else ""
-        lines.append(f"{store.folder}: scores of {len(responses)} {kind} responses ({new})")
-        if missing:
-            pending.append((store, kind, label, scores, list(zip(missing, encoded, strict=True))))
-    if pending:
-        with _scorer(about, cfg, stored.folder.path / "servers" / f"scores_{name}") as scorer:
-            for store, kind, label, scores, missing_scores in pending:
-                for part in minibatches(missing_scores, cfg.part_size):
-                    found = scores_or_zeros(scorer, [parts for _, parts in part], about.max_length)
-                    found = dict(zip((key for key, _ in part), found, strict=True))
-                    store.write_part(kind, found, **label)
-                    scores |= found
-                store.write(kind, scores, **label)
+        form, questions = load_format(about), stored.questions("test")
+        pending, lines = [], []
+        for policy, kind in product(stored.evaluated([arm] if arm else []), KINDS):
+            store = ScoreStore(stored.folder.scores(policy, name))
+            responses = stored.evaluation_responses(policy, kind)
+            label = {"rollouts": rollouts_checksum(responses), "made_by": maker}
+            scores = store.scored(kind, **label)
+            keys = [(one.rollout.problem_id, one.rollout.sample_index) for one in responses]
+            missing = {key: one.rollout for key, one in zip(keys, responses, strict=True) if key not in scores}
+            encoded = encode_responses(list(missing.values()), questions, form, separator=cfg.step_separator)
+            if cfg.too_long != "zero":
+                require_fitting(encoded, about.max_length, "responses")
+            zeros = len(too_long(encoded, about.max_length))
+            new = f"{len(missing)} new" if missing else "none new"
+            new += f", {zeros} longer than the model's context with score 0" if zeros else ""
+            lines.append(f"{store.folder}: scores of {len(responses)} {kind} responses ({new})")
+            if missing:
+                pending.append((store, kind, label, scores, list(zip(missing, encoded, strict=True))))
+        if pending:
+            with _scorer(about, cfg, stored.folder.path / "servers" / f"scores_{name}") as scorer:
+                for store, kind, label, scores, missing_scores in pending:
+                    for part in minibatches(missing_scores, cfg.part_size):
+                        found = scores_or_zeros(scorer, [parts for _, parts in part], about.max_length)
+                        found = dict(zip((key for key, _ in part), found, strict=True))
+                        store.write_part(kind, found, **label)
+                        scores |= found
+                    store.write(kind, scores, **label)
     return lines
 
 

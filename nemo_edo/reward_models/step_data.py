@@ -85,8 +85,7 @@ def build_step_data(run: StoredRun, data: RewardDataConfig, form: OwnFormat, see
                 f"{strange!r}; set data.steps=answer"
             )
         checker = first_wrong_step
-    responses = [response for arm in run.with_rollouts(data.arms) for response in run.training_responses(arm)]
-    trained = step_groups(questions, responses, data, checker, seed)
+    trained = step_groups(questions, run.training_responses(data.arms), data, checker, seed)
     validation = held_out(questions.values(), data.validation_share, seed)
     known = set(questions.values())
     test_questions = {one: text for one, text in test_questions.items() if text not in known}

@@ -60,10 +60,18 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
             run = _prepare(cfg, stop, clock)
         try:
             with kept_warnings(run.folder.path, lambda: run.console.stage):
-                for name in (WARMUP, *run.settings.arms):
+                stages = [WARMUP, *run.settings.arms]
+                for name in stages:
                     do_stage(run, name)
             run.console.close()
-            _finish(run, page)
+            with run.clock.phase("report"):
+                # What a process logged that was killed here, if anything; and it finds lines that have changed since.
+                run.log.cut([*run.folder.journal().values()][-1])
+                _write_summary(run, stages)
+                if page:
+                    _conclude(run.folder)
+            run.log("phases", arm=stages[-1], time=run.clock.take())
+            run.folder.note("report", **run.log.mark)
         finally:
             run.close()
     return run.folder.path
@@ -292,19 +300,6 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
 
 
 # --- after the stages ---------------------------------------------------------------------------------------------
-
-
-def _finish(run: RunServices, page: bool) -> None:
-    """The summary, and the report."""
-    stages = [WARMUP, *run.settings.arms]
-    with run.clock.phase("report"):
-        # What a process logged that was killed here, if anything; and it finds lines that have changed since.
-        run.log.cut([*run.folder.journal().values()][-1])
-        _write_summary(run, stages)
-        if page:
-            _conclude(run.folder)
-    run.log("phases", arm=stages[-1], time=run.clock.take())
-    run.folder.note("report", **run.log.mark)
 
 
 def _write_summary(run: RunServices, stages: list[str]) -> None:

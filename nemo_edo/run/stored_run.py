@@ -58,22 +58,18 @@ class StoredRun:
         iteration = RunSettings.of(self.cfg).final_iteration(policy)
         return RolloutStore(self.folder.evaluated(policy, kind)).read(iteration)
 
-    def with_rollouts(self, arms: Sequence[str]) -> list[str]:
-        """The given arms, or all if none are given, that have stored training responses; errors as for
+    def training_responses(self, arms: Sequence[str]) -> list[ScoredRollout]:
+        """Responses of all complete iterations of the given arms, or of all if none are given; errors as for
         ``evaluated``."""
-        there, none = [name for name in arm_configs(self.cfg) if self._iterations(name)], "no arm has stored responses"
-        return self._chosen(arms, there, "has no stored responses", f"{none}; train it, or run nemo-edo collect")
-
-    def training_responses(self, arm: str) -> list[ScoredRollout]:
-        """Responses of all the arm's iterations."""
-        store = RolloutStore(self.folder.rollouts(arm))
-        return [response for iteration in self._iterations(arm) for response in store.read(iteration)]
-
-    def _iterations(self, arm: str) -> list[int]:
-        """Iterations whose responses are all there."""
-        found = self.folder.rollouts(arm).glob("iter_*/rank_*.parquet")
-        numbers = {_ITERATION.fullmatch(path.parent.name) for path in found}
-        return sorted(int(match[1]) for match in numbers if match)
+        iterations = {}
+        for arm in arm_configs(self.cfg):
+            found = self.folder.rollouts(arm).glob("iter_*/rank_*.parquet")
+            if numbers := {int(match[1]) for path in found if (match := _ITERATION.fullmatch(path.parent.name))}:
+                iterations[arm] = sorted(numbers)
+        none = "no arm has stored responses; train it, or run nemo-edo collect"
+        chosen = self._chosen(arms, list(iterations), "has no stored responses", none)
+        stores = {arm: RolloutStore(self.folder.rollouts(arm)) for arm in chosen}
+        return [response for arm in chosen for t in iterations[arm] for response in stores[arm].read(t)]
 
     def _chosen(self, names: Sequence[str], there: Sequence[str], lacks: str, none: str) -> list[str]:
         """The names, or what is there if none are given."""
