@@ -97,7 +97,8 @@ class Workers:
         self._calls = 0
         self._name = ""
         self.on_news: Callable[[int, Any], None] = lambda rank, news: None
-        """Gets what other ranks tell during a call, in another thread; returns at once."""
+        """Gets what ranks tell during a call, others than 0 in another thread; returns at once."""
+        self.local.tell = lambda news: self.on_news(0, news)
         self._in_call = self._is_local_busy = False
         self._changed = threading.Condition()
         self._sending = threading.Lock()

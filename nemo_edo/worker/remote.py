@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -136,8 +135,7 @@ class RemoteEngine:
                 arrivals.add(with_prompts([asked[place] for place in ended[0]], ended[1]))
 
         policy.workers.on_news = take
-        each, own = policy.for_each_rank(shares), partial(take, 0)
-        answers = policy.workers.call(Worker.generate, sampling, longest, each=each, own=own)
+        answers = policy.workers.call(Worker.generate, sampling, longest, each=policy.for_each_rank(shares))
         parts = zip(shares, policy.of_shares(answers), strict=True)
         rollouts = [iter(with_prompts(asked, found)) for asked, found in parts]
         return [next(rollouts[place % len(rollouts)]) for place in range(len(requests))]

@@ -231,12 +231,11 @@ class Worker:
         requests: list[GenerationRequest],
         sampling: SamplingParams,
         longest: tuple[int, int],
-        take: Callable[[tuple[list[int], list[Rollout]]], None] | None = None,
     ) -> list[Rollout] | None:
         """Responses to the share's requests, without their prompts, which the controller has. longest: prompt and
-        response of all shares, in tokens. take: gets the places and the responses of those that have ended meanwhile,
-        now and then none, in the controller's process; in others ``self.tell`` does."""
-        take, told_at = take or self.tell, time.monotonic()
+        response of all shares, in tokens. Tells places and responses of those that have ended meanwhile, now and then
+        none."""
+        told_at = time.monotonic()
 
         def without_prompts(rollouts: list[Rollout]) -> list[Rollout]:
             return [replace(rollout, prompt_ids=()) for rollout in rollouts]
@@ -245,7 +244,7 @@ class Worker:
             nonlocal told_at
             if self._answers and (places or time.monotonic() > told_at + ALIVE_EVERY_S):
                 told_at = time.monotonic()
-                take((places, without_prompts(rollouts)))
+                self.tell((places, without_prompts(rollouts)))
 
         rollouts = self._engine.generate(requests, sampling, longest, ended)
         return without_prompts(rollouts) if self._answers else None
