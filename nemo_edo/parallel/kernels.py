@@ -1,4 +1,4 @@
-"""softmax.py's two functions as Triton kernels: one pass over a block of logits each, with no copy of it in fp32.
+"""logprobs.py's two functions of a block as Triton kernels: one pass over the logits each, with no copy in fp32.
 
 Imported on GPUs only. With TRITON_INTERPRET=1 in the environment before the import, Triton runs them on a CPU.
 """
@@ -17,7 +17,7 @@ _FLOOR = tl.constexpr(FLOOR)
 
 
 def add_columns(softmax: RunningSoftmax, logits: Tensor, targets: Tensor, temperature: float) -> None:
-    """``softmax.add_columns``, except that it leaves the logits as they are."""
+    """``logprobs.add_columns``, except that it leaves the logits as they are."""
     rows, columns = logits.shape
     tile = min(TILE, triton.next_power_of_2(columns))
     _add_columns[(rows,)](
@@ -27,7 +27,7 @@ def add_columns(softmax: RunningSoftmax, logits: Tensor, targets: Tensor, temper
 
 
 def write_gradient(out: Tensor, logits: Tensor, targets: Tensor, temperature: float, results: ResultGradients) -> None:
-    """``softmax.write_gradient``."""
+    """``logprobs.write_gradient``."""
     rows, columns = logits.shape
     with_entropy = results.of_entropy is not None
     of_entropy = results.of_entropy if with_entropy else results.of_log_prob  # which is not read then

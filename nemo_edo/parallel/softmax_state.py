@@ -1,6 +1,6 @@
 """What a softmax over a vocabulary knows of the columns seen so far, and what its gradient needs to know.
 
-In a module apart from softmax.py: its functions and their Triton twins (kernels.py) both work on these records.
+In a module apart from logprobs.py: its functions and their Triton twins (kernels.py) both work on these records.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import json
 import torch
 from torch import Tensor
 
-from nemo_edo.parallel.softmax import ResultGradients, RunningSoftmax
+from nemo_edo.parallel.softmax_state import ResultGradients, RunningSoftmax
 
 ROWS, COLUMNS, SPLIT = 5, 70, 40
 """Two blocks of columns, neither a power of two."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import grad
 
-from nemo_edo.parallel import linear_logprobs_and_entropy, softmax, vocab_parallel_logprobs_and_entropy
+from nemo_edo.parallel import linear_logprobs_and_entropy, vocab_parallel_logprobs_and_entropy
 from nemo_edo.parallel import logprobs as heads
 
 unsplit = partial(vocab_parallel_logprobs_and_entropy, vocab_start=0, group=None)
@@ -154,10 +154,10 @@ def test_overwritten_logits_hold_the_same_gradient():
 
 def as_a_kernel_does(out, logits, *arguments):
     """Writes the gradient without autograd's seeing it."""
-    softmax.write_gradient(out.data, logits.data, *arguments)
+    heads.write_gradient(out.data, logits.data, *arguments)
 
 
-@pytest.mark.parametrize("write", [softmax.write_gradient, as_a_kernel_does])
+@pytest.mark.parametrize("write", [heads.write_gradient, as_a_kernel_does])
 def test_overwritten_logits_that_something_else_needs_are_an_error(monkeypatch, write):
     monkeypatch.setattr(heads, "write_gradient", write)
     leaf, targets = torch.randn(3, 9, requires_grad=True), torch.tensor([0, 3, 1])
