@@ -8,13 +8,14 @@ from functools import partial
 from nemo_edo.checks import machine_checks, numbers
 from nemo_edo.checks.machine import DOCTOR, NODES, SELFTEST, Check
 from nemo_edo.checks.machine_checks import server_run, several
-from nemo_edo.checks.numbers import FASTEST, MIXTURE, PACKED, QWEN, SameNumbers, a_gpu, a_spare_gpu, te_on
+from nemo_edo.checks.numbers import FASTEST, LONG, MIXTURE, PACKED, QWEN, SameNumbers, a_gpu, spare_gpus, te_on
 
 RANKS = {"runs_in": (SELFTEST, NODES), "needs": several, "every_rank": True}
 HOPPER, BLACKWELL = te_on(9.0), te_on(10.0)
 EAGER = "generation.servers.arguments=[--enforce-eager]"
 """The first server has captured graphs: that takes most of its start."""
 TO_NCCL = ("generation.refit.transport=nccl", "generation.placement=apart", EAGER)
+TWO = ("generation.servers.replicas=2", "generation.servers.tensor_parallel_size=2")
 ASLEEP = ("generation.placement=shared", "generation.servers.memory_share=0.4", EAGER)
 
 FP8 = {"remedy": "another recipe (precision.fp8_recipe), or bf16; docs/scaling.md has what each needs"}
@@ -70,6 +71,7 @@ CHECKS = [
     Check("attention", "packing", SameNumbers(FASTEST, training=PACKED), **PACKING),
     Check("attention", "shared prompts",
           SameNumbers(FASTEST, attention="sdpa", training={**PACKED, "share_prompts": True}), **PACKING),
+    Check("attention", "long sequences", SameNumbers(FASTEST, length=LONG), needs=a_gpu, **ATTENTION),
     Check("attention", "fused loss head", SameNumbers(loss_head="fused"), remedy="set model.loss_head=logits"),
     Check("attention", "fused loss kernels", SameNumbers(loss_head="fused", tile=128), needs=a_gpu,
           remedy="update triton and the driver; until it passes, set model.loss_head=logits and report the versions"),
@@ -95,7 +97,9 @@ CHECKS = [
           remedy="the other checks say what does not work; without any, memory may be short"),
     Check("server", "vLLM, refit by disk", server_run, every_rank=True),
     Check("server", "vLLM, refit by NCCL", lambda machine: server_run(machine, *TO_NCCL),
-          needs=a_spare_gpu, every_rank=True),
+          needs=spare_gpus, every_rank=True),
+    Check("server", "two vLLM servers over two GPUs each, refit by NCCL",
+          lambda machine: server_run(machine, *TO_NCCL, *TWO), needs=partial(spare_gpus, count=4), every_rank=True),
     Check("server", "vLLM, asleep during training", lambda machine: server_run(machine, *ASLEEP),
           needs=a_gpu, every_rank=True),
 ]  # fmt: skip

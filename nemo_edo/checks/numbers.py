@@ -22,7 +22,7 @@ from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.types import TrainingBatch
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
-         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 512,
+         "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 8192,
          "initializer_range": 0.04, "tie_word_embeddings": False}  # fmt: skip
 """Divides over eight ranks in every direction but the layers; heads of 64, which flash attention has kernels for."""
 LLAMA, QWEN, MIXTURE = "llama", "qwen2", "qwen3_moe"  # model types, and the names of their folders
@@ -32,6 +32,7 @@ MODELS = {
     MIXTURE: {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }
 ROWS, LENGTH, PROMPT = 16, 128, 40  # the size of a batch; lengths suit every split and FP8's multiples
+LONG = 8192
 GROUP = 4  # responses to a prompt
 TEMPERATURE = 0.7
 EXPLORATION_WEIGHT = 0.1
@@ -101,6 +102,7 @@ class SameNumbers:
     algorithm: str = "grpo"  # or idpo
     world: bool = False  # whether all ranks take the step together, as they do where they share something
     model: str = LLAMA
+    length: int = LENGTH
 
     def __call__(self, machine: Machine) -> Finding:
         step = self.on(machine)
@@ -108,7 +110,8 @@ class SameNumbers:
         if machine.rank > 0:
             return passed("")
         # Last: if rank 0 failed before it met the others, they would wait for it.
-        return compared(found, reference(machine, self.model, self.algorithm), step.bounds)
+        plain = SameNumbers(algorithm=self.algorithm, model=self.model, length=self.length)
+        return compared(found, reference(machine, plain), step.bounds)
 
     def on(self, machine: Machine) -> SameNumbers:
         """The same check with what the machine decides filled in."""
@@ -129,10 +132,10 @@ class SameNumbers:
         return machine.run(measure, machine.scratch / self.model, self, save, load, world=self.world)
 
 
-def reference(machine: Machine, model: str, algorithm: str) -> Measured:
-    key = (model, algorithm)
+def reference(machine: Machine, plain: SameNumbers) -> Measured:
+    key = (plain.model, plain.algorithm, plain.length)
     if key not in machine.references:
-        machine.references[key] = SameNumbers(algorithm=algorithm, model=model).measured(machine)
+        machine.references[key] = plain.measured(machine)
     return machine.references[key]
 
 
@@ -169,7 +172,7 @@ def _logprobs_compared(what: str, found: np.ndarray, expected: np.ndarray, bound
 
 def against_transformers(machine: Machine, model: str = LLAMA) -> Finding:
     """The reference of the other checks."""
-    found = reference(machine, model, "grpo")
+    found = reference(machine, SameNumbers(model=model))
     expected = machine.run(of_transformers, machine.scratch / model)
     return compared(found, replace(found, values=expected), SameNumbers().bounds)
 
@@ -210,21 +213,21 @@ def write_model(folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def batch() -> TrainingBatch:
+def batch(length: int = LENGTH) -> TrainingBatch:
     """Responses of many lengths, groups of which share a prompt; made-up log-probabilities of two other policies."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(2, SHAPE["vocab_size"], (ROWS, LENGTH), generator=generator)
+    tokens = torch.randint(2, SHAPE["vocab_size"], (ROWS, length), generator=generator)
     groups = torch.arange(ROWS) // GROUP
     tokens[:, :PROMPT] = tokens[groups * GROUP, :PROMPT]
-    ends = torch.randint(PROMPT + 8, LENGTH + 1, (ROWS, 1), generator=generator)
-    ends[0] = LENGTH
-    places = torch.arange(1, LENGTH)
+    ends = torch.randint(PROMPT + 8, length + 1, (ROWS, 1), generator=generator)
+    ends[0] = length
+    places = torch.arange(1, length)
     mask = ((places >= PROMPT) & (places < ends)).float()
-    old, ref = (torch.randn(ROWS, LENGTH - 1, generator=generator) - 6 for _ in range(2))
+    old, ref = (torch.randn(ROWS, length - 1, generator=generator) - 6 for _ in range(2))
     return TrainingBatch(
-        tokens=torch.where(torch.arange(LENGTH) < ends, tokens, 0),
+        tokens=torch.where(torch.arange(length) < ends, tokens, 0),
         mask=mask,
         groups=groups,
         advantages=torch.randn(ROWS, generator=generator),
@@ -246,7 +249,7 @@ def measure(folder: Path, step: SameNumbers, save: Path | None, load: Path | Non
     model = build(folder, step)
     if load is not None:
         checkpoint.load(model.policy, load)
-    examples = batch()
+    examples = batch(step.length)
     if step.algorithm == "grpo":
         examples = examples.with_fields(pair_role=None, exploration_factors=None)
     policy = policy_over(model)
@@ -393,8 +396,8 @@ def a_gpu(machine: Machine) -> str | None:
     return None if machine.gpus else "it needs a GPU"
 
 
-def a_spare_gpu(machine: Machine) -> str | None:
-    return None if len(machine.gpus) > machine.world else "it needs one GPU more than the trainer has"
+def spare_gpus(machine: Machine, count: int = 1) -> str | None:
+    return None if len(machine.gpus) >= machine.world + count else f"it needs {count} more GPUs than the trainer has"
 
 
 def te_on(capability: float = 8.0) -> Callable[[Machine], str | None]:
