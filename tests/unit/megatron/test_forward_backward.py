@@ -104,7 +104,7 @@ def dense(tiny, tiny_qwen2, batch) -> dict[str, SimpleNamespace]:
         total = sum(term.mean() for term in terms.values())
         total.backward()
         results[name] = SimpleNamespace(
-            metrics={"loss": float(total), **{key: float(value.mean()) for key, value in metrics.items()}},
+            metrics={"loss": total.item(), **{key: value.mean().item() for key, value in metrics.items()}},
             gradients={key: parameter.grad for key, parameter in model.named_parameters()},
         )
     return results

@@ -49,7 +49,7 @@ def test_values_and_gradients_of_the_fused_head_are_the_dense_ones(tiny, tmp_pat
     values = tiny.dense_logprobs(dense, batch.tokens, CUT["temperature"])
     expected = loss(*values, batch)[0]["loss"].mean()
     expected.backward()
-    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.loss == pytest.approx(expected.item(), rel=1e-5)
     torch.testing.assert_close(found.values, torch.stack(values).detach() * batch.mask, rtol=0, atol=2e-5)
     assert found.gradients.keys() == dict(dense.named_parameters()).keys()
     far = {name: distance(found.gradients[name], parameter.grad) for name, parameter in dense.named_parameters()}
