@@ -13,7 +13,7 @@ import torch
 
 from nemo_edo.errors import UserError, WorkerFailed
 from nemo_edo.worker import dispatch
-from nemo_edo.worker.dispatch import END, Answer, Workers, _Rank, answer, pack
+from nemo_edo.worker.dispatch import END, Answer, News, Workers, _Rank, answer, pack
 from nemo_edo.worker.worker import Worker
 
 
@@ -33,6 +33,10 @@ def with_own(worker: Worker, take=None) -> bool:
     return take is not None
 
 
+def tell(worker: Worker, news: str) -> None:
+    worker.tell(news)
+
+
 def fail_at(worker: Worker, argument: tuple[int, type[Exception]] | None, rank: int) -> int:
     if argument is not None:
         raise argument[1](f"rank {argument[0]} cannot")
@@ -42,6 +46,7 @@ def fail_at(worker: Worker, argument: tuple[int, type[Exception]] | None, rank: 
 def serve(connection, replies=None) -> None:
     """What ``serve.serve`` does, in a thread; replies: of a process that answers otherwise (None: it goes)."""
     worker, asked = Worker(), False
+    worker.tell = lambda news: connection.send_bytes(pack(News(news)))
     while True:
         message = pickle.loads(connection.recv_bytes())
         if message == (END,):
@@ -78,6 +83,13 @@ def test_each_rank_gets_its_argument_and_answers_in_the_order_of_the_ranks(start
     assert workers.call(recall) == [["a", "b"]] * 3
     assert workers.call(with_own, own=print) == [True, False, False]
     workers.end()
+
+
+def test_what_ranks_tell_during_a_call_arrives_with_their_number(start):
+    workers, heard = start(None, None), []
+    workers.on_news = lambda rank, news: heard.append((rank, news))
+    workers.call(tell, each=["of 0", "of 1", "of 2"])
+    assert sorted(heard) == [(0, "of 0"), (1, "of 1"), (2, "of 2")]
 
 
 def test_one_process_calls_its_worker_without_copying_anything():
