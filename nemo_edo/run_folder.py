@@ -269,7 +269,11 @@ class RunFolder:
         """The stages that are done, in order: "files", the warm-up, the arms, "report". Of each its "metrics_bytes",
         the length of metrics.jsonl at its end, and what else was noted."""
         path = self.path / JOURNAL
-        return read_object(path, ()) if path.exists() else {}
+        journal = read_object(path, ()) if path.exists() else {}
+        for stage, notes in journal.items():
+            if not isinstance(notes, dict) or not isinstance(notes.get("metrics_bytes", 0), int):
+                raise DamagedFile(f"{path}: {stage} is {notes!r:.80}, expected an object with metrics_bytes")
+        return journal
 
     def note(self, stage: str, **notes: Any) -> None:
         """Adds a stage that is done."""

@@ -57,12 +57,13 @@ def temporary_name(path: Path) -> Path:
 
 
 def require_no_links(folder: Path, but_in: str) -> None:
-    """Raises UserError for a link in a folder, which could lead writes out of it. but_in: a part where links may be."""
+    """Raises UserError for a link in a folder, which could lead writes out of it, and for a pipe, which a reader would
+    wait for. but_in: a part where they may be."""
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
-            if (path := Path(place, name)).is_symlink():
+            if (path := Path(place, name)).is_symlink() or path.is_fifo():
                 raise UserError(
-                    f"{path} is a link, and nothing is written through links; put what it names in its place"
+                    f"{path} is a link or a pipe, and nothing is written through links; put what it names in its place"
                 )
         if Path(place) == folder and but_in in folders:
             folders.remove(but_in)

@@ -93,11 +93,11 @@ def test_a_folder_in_use_is_refused_with_its_holder_until_it_is_closed(tmp_path:
     opened(tmp_path / "a")
 
 
-@pytest.mark.parametrize("name", ["test_time", "evaluations/grpo.json", "checkpoints/grpo/weights"])
-def test_a_folder_with_a_link_in_it_is_not_written_to(tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", ["test_time", "evaluations/grpo.json", "checkpoints/grpo/weights", "pipe"])
+def test_a_folder_with_a_link_or_a_pipe_in_it_is_not_written_to(tmp_path: Path, name: str):
     folder = earlier_run(tmp_path / "a")
     (folder.path / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder.path / name).symlink_to(tmp_path)
+    os.mkfifo(folder.path / name) if name == "pipe" else (folder.path / name).symlink_to(tmp_path)
     with pytest.raises(UserError, match=re.escape(f"{folder.path / name} is a link")):
         folder.take()
     with pytest.raises(UserError, match="leads out"):
