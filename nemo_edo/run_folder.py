@@ -353,7 +353,7 @@ def parsed_lines(
             missing = [key for key in (required or {}).get(lines[-1].get("kind"), ()) if key not in lines[-1]]
             if missing:
                 raise ValueError(f"a {lines[-1]['kind']} line without {missing[0]}")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, TypeError, RecursionError) as error:
             said = f"{path}:{number}: {error} (a line that a kill cut off may go; otherwise {RESTORE})"
             raise UserError(said) from error
     return lines

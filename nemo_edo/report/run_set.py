@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -78,6 +78,10 @@ class ArmSettings:
     iterations: int
 
 
+_OF_SUMMARY = {"name": str, "seed": int, "versions": dict, "arms": dict, "baseline": str | None, "time": dict}
+_OF_ARM = {name: kind if kind is str else kind | int for name, kind in get_type_hints(ArmSettings).items()}
+
+
 @dataclass(frozen=True, eq=False)
 class RunRecord:
     folder: Path
@@ -112,16 +116,13 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Reads every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
     run, path = RunFolder(folder), folder / SUMMARY
-    summary = run.summary(("name", "seed", "versions", "arms", "baseline", "time"))
-    if not isinstance(summary["arms"], dict):
-        raise DamagedFile(f"{path}: arms is {summary['arms']!r}, expected an object")
+    summary = run.summary(_OF_SUMMARY)
+    _typed(path, summary, _OF_SUMMARY)
+    _typed(path, summary["time"], {"total_s": float | int}, "time.")
     check_arm_names(summary["arms"])
-    arms = {}
-    for arm, settings in summary["arms"].items():
-        try:
-            arms[arm] = ArmSettings(**{field.name: settings[field.name] for field in fields(ArmSettings)})
-        except (KeyError, TypeError) as error:
-            raise DamagedFile(f"{path}: arms.{arm}.{error.args[0]} is missing") from error
+    arms = {
+        arm: ArmSettings(**_typed(path, settings, _OF_ARM, f"arms.{arm}.")) for arm, settings in summary["arms"].items()
+    }
     evaluations = run.evaluations([START]) | {arm: load_evaluation(run.evaluation(arm)) for arm in arms}
     arms.pop(REPLICATE, None)
     replicate = evaluations.pop(REPLICATE, None)
@@ -146,6 +147,14 @@ def read_run(folder: Path) -> RunRecord:
         samples=samples,
         changed=[str(sentence) for sentence in run.journal().get("files", {}).get("changed", [])],
     )
+
+
+def _typed(path: Path, values: Any, kinds: dict[str, Any], of: str = "") -> dict[str, Any]:
+    """The values of these names. Raises DamagedFile for one that is missing, or of another type."""
+    for name, kind in kinds.items():
+        if not isinstance(values, dict) or not isinstance(values.get(name), kind):
+            raise DamagedFile(f"{path}: {of}{name} is missing, or not of the type {getattr(kind, '__name__', kind)}")
+    return {name: values[name] for name in kinds}
 
 
 def setting(record: RunRecord, key: str) -> Any:
