@@ -27,6 +27,7 @@ from nemo_edo.megatron.platform import moved
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.routing import own_routing_afterwards, set_recomputing, set_replayed
 from nemo_edo.megatron.shared_prompts import shared_inputs
+from nemo_edo.parallel.main_rank import any_rank
 from nemo_edo.types import TrainingBatch
 
 TERM = "term:"
@@ -64,7 +65,7 @@ def forward_backward(
     chunks = policy.chunks if forward_only else policy.built.training_chunks
     stored = _run_schedule(policy, chunks, share, readout, forward_only)
     tokens = [micro.pop(TOKENS) for micro in stored] if keep_tokens else []
-    means = _means(_reduce_metrics(stored, policy.device), share.loss_counts)
+    means = _means(_reduce_metrics(policy, stored), share.loss_counts)
     return means, share_values(share, tokens, policy.device) if keep_tokens else None
 
 
@@ -217,18 +218,22 @@ def _pairs(terms: Mapping[str, LossTerm]) -> dict[str, Tensor]:
     return dict(zip(terms, torch.stack([sums, counts], dim=1), strict=True))
 
 
-def _reduce_metrics(stored: list[dict[str, Tensor]], device: torch.device) -> dict[str, tuple[float, float]]:
+def _reduce_metrics(policy: MegatronPolicy, stored: list[dict[str, Tensor]]) -> dict[str, tuple[float, float]]:
     """Adds sums and counts over micro-batches and data-parallel ranks; every pipeline stage receives them."""
-    group, nothing = parallel_state.get_data_parallel_group(), torch.zeros(2, dtype=torch.float64, device=device)
+    group, device = parallel_state.get_data_parallel_group(), policy.device
+    nothing = torch.zeros(2, dtype=torch.float64, device=device)
     names = sorted({name for micro in stored for name in micro})
-    if torch.distributed.get_world_size() > 1:
+    if torch.distributed.get_world_size() == 1:
+        policy.metric_names = names
+    elif any_rank(bool(names) and names != policy.metric_names):  # lists are pickled, which waits for a GPU ten times
         # The names in any micro-batch of any rank: a rank whose rows are all padding has none.
         found: list[list[str]] = [[]] * group.size()
         torch.distributed.all_gather_object(found, names, group=group)
         shared, last = [sorted(set().union(*found))], parallel_state.get_pipeline_model_parallel_last_rank()
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         torch.distributed.broadcast_object_list(shared, src=last, group=pipeline)
-        names = shared[0]
+        policy.metric_names = shared[0]
+    names = policy.metric_names
     sums = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
     for micro in stored:
         sums += torch.stack([micro.get(name, nothing) for name in names])

@@ -40,6 +40,6 @@ def any_rank(flag: bool) -> bool:
     if torch.distributed.get_world_size() == 1:
         return flag
     device = torch.device("cuda") if torch.distributed.get_backend() == "nccl" else torch.device("cpu")
-    flags = torch.tensor([int(flag)], device=device)
+    flags = torch.full((1,), int(flag), device=device)  # a tensor from a list would be a copy, and wait for the GPU
     torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX)
     return bool(flags.item())

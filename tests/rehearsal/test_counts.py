@@ -53,6 +53,8 @@ def test_no_transfer_grows_with_the_vocabulary_or_with_other_ranks_rows(trained,
     for name in ("train_step", "logprobs"):
         few, many, ranks = (of_micro_batch(found, name) for found in (trained["two layers"], trained["words"], of_two))
         assert [few[key] for key in BYTES] == [many[key] for key in BYTES] == [ranks[key] for key in BYTES]
+    # Whether the metrics' names are those of the last step, and the metrics.
+    assert each_and_fixed(of_two, "train_step", 1, 2)[1]["metrics"]["synchronizations"] == 2
 
 
 def test_a_token_waits_once_for_all_rows_and_layers(gpu, folders):
