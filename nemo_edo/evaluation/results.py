@@ -141,9 +141,14 @@ def load_evaluation(path: Path) -> Evaluation:
     if not problems:
         raise UserError(f"{path}: problems is empty, expected at least one problem")
     for name, pair in metrics.items():
-        if pair.shape != (2, len(problems)) or not np.isfinite(pair).all() or (pair[1] < 0).any():
+        if (
+            not name.isprintable()
+            or pair.shape != (2, len(problems))
+            or not np.isfinite(pair).all()
+            or (pair[1] < 0).any()
+        ):
             raise UserError(
-                f"{path}: metrics.{name}: expected sums and counts (of at least 0) of {len(problems)} problems"
+                f"{path}: metrics.{name!r}: expected sums and counts (of at least 0) of {len(problems)} problems"
             )
         if is_share(name) and (np.abs(pair[0] - pair[1] / 2) > pair[1] * (0.5 + 1e-9)).any():
             raise UserError(f"{path}: metrics.{name}: expected sums between 0 and the counts")
@@ -274,5 +279,5 @@ def _parts(metric: str) -> tuple[str, str]:
     """The name at the first temperature, and what stands for another temperature, or empty."""
     if metric.startswith(("best_of@", "weighted@")):  # what follows their / is the name of a score
         return metric, ""
-    name, suffix = re.fullmatch(r"(?s)(.*?)(/best|/t[\d.e+-]+)?", metric).groups()
+    name, suffix = re.fullmatch(r"(.*?)(/best|/t[\d.e+-]+)?", metric).groups()
     return name, suffix or ""

@@ -144,6 +144,7 @@ LINE = "metrics.jsonl:2: "
     ("summary.json", lambda text: text.replace('"beta": 0.001, ', "", 1), ": arms.grpo.beta is missing"),
     ("summary.json", lambda text: text.replace('"beta": 0.001', '"beta": "x"', 1), ": arms.grpo.beta is .* not"),
     ("summary.json", lambda text: text.replace('"total_s"', '"x"', 1), ": time.total_s is missing"),
+    ("evaluations/edo_floor.json", lambda text: text.replace('"vote@', '"vote\\n@', 1), "expected sums and counts"),
     ("evaluations/edo_floor.json", lambda text: re.sub(r'"sum": \[[\d.]+', '"sum": [99', text, count=1), "between 0"),
     ("config.yaml", lambda text: "seed: 1\n", "config.yaml: evaluation.bootstrap is missing"),
     *(("metrics.jsonl", lambda text, bad=bad: text.replace("\n", f"\n{bad}\n", 1), told) for bad, told in (
