@@ -235,8 +235,11 @@ class Sweep:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._swept = {name: [one.partition("=")[0].lstrip("+") for one in overrides]
-                       for name, overrides in sweep_members(folder).items()}  # fmt: skip
+        members = sweep_members(folder)
+        same = set.intersection(*map(set, members.values())) if members else set()
+        swept = {name: [one for one in overrides if one not in same and not one.startswith("name=")]
+                 for name, overrides in members.items()}  # fmt: skip
+        self._swept = {name: [one.partition("=")[0].lstrip("+") for one in own] for name, own in swept.items()}
         self.runs = [Run(folder / name) for name in self._swept if (folder / name / CONFIG).is_file()]
 
     def __repr__(self) -> str:

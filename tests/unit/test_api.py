@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
+from helpers.experiment_run import write_experiment_run
 
 import nemo_edo as edo
 from nemo_edo import api
+from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 
 
@@ -74,3 +77,15 @@ def test_a_mistake_is_an_error_before_anything_is_started(monkeypatch, call, tol
     monkeypatch.setattr(api, "_run", lambda *_: pytest.fail("it was started"))
     with pytest.raises(UserError, match=told):
         call()
+
+
+def test_a_sweeps_table_has_alpha_and_what_the_sweep_varies_and_no_other_settings(tmp_path: Path):
+    common, members = ["~arms", "+arms={grpo: {}}", "replicate_baseline=false"], {}
+    for alpha in ("0", "0.5"):
+        members[f"alpha={alpha}"] = given = [*common, f"grpo.alpha={alpha}", f"name='alpha={alpha}'"]
+        shares = {arm: {"greedy_accuracy": [0.0, 1.0]} for arm in ("warmup", "grpo")}
+        write_experiment_run(tmp_path / f"alpha={alpha}", compose_run("quickstart", given), shares)
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"members": members}))
+    table = edo.load(tmp_path).results
+    assert [*table.columns] == ["arm", "alpha", "run", "seed", "grpo.alpha", "greedy_accuracy"]
+    assert [*table["alpha"].dropna()] == [0.0, 0.5] and [*table["grpo.alpha"]] == [0.0, 0.0, 0.5, 0.5]
