@@ -143,16 +143,16 @@ class GenerationConfig(Section):
     importance correction (grpo.sampler_correction)."""
 
     routing_replay: bool = False
-    """For a mixture of experts, in process: keep the experts that the sampler's routers chose for each token, and send
-    it to the same ones in the trainer's passes (the reference routes for itself)."""
+    """For a mixture of experts, in process or with vLLM: keep the experts that the sampler's routers chose for each
+    token, and send it to the same ones in the trainer's passes (the reference routes for itself)."""
 
     def rules(self) -> Iterator[Rule]:
         rows, apart = self.max_batch_size, self.placement == "apart"
         yield rows == AUTO or (isinstance(rows, int) and rows > 0), "max_batch_size", f"a number above 0 or {AUTO}"
         one_process = f"with generation.backend {IN_PROCESS}: trainer and engine are one process, on the same weights"
         yield from self.only_if(self.is_served, one_process, "one_step_off", "placement")
-        unserved = f"with generation.backend {IN_PROCESS}: vLLM's completions do not return a response's experts"
-        yield from self.only_if(not self.is_served, unserved, "routing_replay")
+        returned = f"with generation.backend {self.backend}: its answers have no experts"
+        yield from self.only_if(self.backend in (IN_PROCESS, "vllm"), returned, "routing_replay")
         yield self.backend != PLAIN or bool(self.servers.urls), "servers.urls", "an endpoint's URL with backend openai"
         plain = f"with generation.backend {self.backend}"
         yield from self.only_if(self.backend == PLAIN, plain, "servers.model", "servers.chat")

@@ -272,8 +272,9 @@ class RunConfig(Section):
         yield from self.only_if(backend != IN_PROCESS, f"with generation.backend {IN_PROCESS}", *splits)
         plain = f"none with generation.backend {PLAIN}: it returns no log-probabilities, which training needs"
         yield backend != PLAIN or self.algorithm == NONE, "algorithm", plain
-        whole = "with generation.routing_replay: a pipeline stage knows only its layers' experts"
-        yield from self.only_if(not self.generation.routing_replay, whole, "parallelism.pipeline_model_parallel_size")
+        recorded = self.generation.routing_replay and backend == IN_PROCESS
+        whole = f"with generation.routing_replay and backend {IN_PROCESS}: a stage knows only its layers' experts"
+        yield from self.only_if(not recorded, whole, "parallelism.pipeline_model_parallel_size")
         length, longest = self.model.seq_length, sampling.max_new_tokens
         room = f"room for a prompt and sampling.max_new_tokens = {longest} tokens"
         yield length is None or length > longest, "model.seq_length", room

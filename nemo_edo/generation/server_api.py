@@ -8,6 +8,8 @@ else. Greedy decoding has neither temperature nor cut.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import os
 import sys
@@ -15,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+
+import numpy as np
 
 import nemo_edo
 from nemo_edo.config import ServersConfig
@@ -63,6 +67,8 @@ class ServerAPI:
     """The library of a refit through NCCL; None: without."""
     adapter_rank: int | None = None
     """Rank of its LoRA adapters; None: without adapters."""
+    returns_experts: bool = False
+    """Whether answers have the experts that the routers of a mixture chose for each token."""
 
     def model_name(self, model: Path) -> str:
         """The name that the server gives to the model of folder ``model``."""
@@ -129,6 +135,8 @@ class VLLM(ServerAPI):
         if self.adapter_rank is not None:
             room = next((rank for rank in ADAPTER_RANKS if rank >= self.adapter_rank), self.adapter_rank)
             command += ["--enable-lora", "--max-lora-rank", str(room)]
+        if self.returns_experts:
+            command.append("--enable-return-routed-experts")
         return [*command, *self.arguments, *self.settings.arguments]
 
     def use_options(self) -> dict[str, str]:
@@ -157,6 +165,8 @@ class VLLM(ServerAPI):
         }
         if self.adapter_rank is not None:
             common["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
+        if self.returns_experts:
+            common["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other model runner does not record them
         if self.nccl_library is not None:
             common["VLLM_NCCL_SO_PATH"] = self.nccl_library
         if self.gpus:
@@ -277,6 +287,24 @@ def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int,
             f"log-probabilities and finish_reason {reason!r}"
         )
     return tuple(ids), tuple(logprobs), reason
+
+
+def read_experts(body: Any, tokens: int) -> bytes:
+    """``Rollout.routed_experts`` of a completion, for prompt and response of ``tokens`` together. Raises ServerError
+    where the server returns none, and Fault for those of another number of tokens."""
+    encoded = body["choices"][0].get("routed_experts")
+    if not encoded:
+        raise ServerError(
+            "a server returns no experts, which generation.routing_replay needs: start vLLM with "
+            "--enable-return-routed-experts and VLLM_USE_V2_MODEL_RUNNER=1, or set generation.routing_replay=false"
+        )
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    except ValueError as error:
+        raise Fault(f"an answer whose routed_experts are no array: {error}") from None
+    if experts.ndim != 3 or len(experts) < tokens - 1:
+        raise Fault(f"an answer with experts {list(experts.shape)}, expected [{tokens - 1}, layers, a token's experts]")
+    return experts[: tokens - 1].astype(np.int16).tobytes()
 
 
 def require_model(body: Any, model_name: str) -> None:

@@ -9,7 +9,7 @@ from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
-from nemo_edo.generation.server_api import COMPLETIONS, ServerAPI, completion_body, read_answer
+from nemo_edo.generation.server_api import COMPLETIONS, ServerAPI, completion_body, read_answer, read_experts
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.interfaces import Arrivals
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
@@ -47,10 +47,11 @@ class ServerEngine:
         vocab_size: int,
         decode: Callable[[Sequence[int]], str],
         logprobs_after_temperature: bool,
+        keeps_experts: bool = False,
         progress: bool = False,
     ) -> None:
         """stop_ids: the tokens that end a response. vocab_size: the token ids of responses are below it.
-        logprobs_after_temperature: as for ``ServerAPI``."""
+        logprobs_after_temperature: as for ``ServerAPI``. keeps_experts: rollouts get ``routed_experts``."""
         self.replicas = list(replicas)
         self.excluded: list[Replica] = []
         """Replicas that did not take the latest weights, and get no requests."""
@@ -65,6 +66,7 @@ class ServerEngine:
         self._vocab_size = vocab_size
         self._decode = decode
         self._after_temperature = logprobs_after_temperature
+        self._keeps_experts = keeps_experts
         self._progress = progress
         self._path = COMPLETIONS
 
@@ -165,6 +167,7 @@ class ServerEngine:
             policy_version=self.policy_version,
             seed=request.seed,
             stop=stop,
+            routed_experts=read_experts(answer, len(request.prompt_ids) + kept) if self._keeps_experts else b"",
         )
 
 

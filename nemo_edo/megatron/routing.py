@@ -21,8 +21,9 @@ from torch import Tensor
 
 
 def set_replayed(chunk: MegatronModule, experts: Tensor) -> None:
-    """The chunk's next forward pass replays ``experts`` [r, s, layers * k], those of all layers with experts, and so
-    does the recomputation of its layers in the backward pass, which takes micro-batches in the same order.
+    """The chunk's next forward pass replays ``experts`` [r, s, layers * k], those of all layers with experts (vLLM's:
+    of all layers, dense ones included), and so does the recomputation of its layers in the backward pass, which takes
+    micro-batches in the same order.
 
     Padding, all zeros, gets the experts 0 to k - 1: a token has k distinct ones.
     Raises ValueError where the rollouts were sampled by a model with other layers or another k.
@@ -31,6 +32,8 @@ def set_replayed(chunk: MegatronModule, experts: Tensor) -> None:
     every, k = config.moe_layer_freq, config.moe_router_topk
     pattern = every if isinstance(every, list) else [number % every == 0 for number in range(config.num_layers)]
     layers = [number + 1 for number, has_experts in enumerate(pattern) if has_experts]  # counted as Megatron does
+    if experts.shape[-1] == config.num_layers * k:
+        layers = list(range(1, config.num_layers + 1))
     if experts.shape[-1] != len(layers) * k:
         raise ValueError(
             f"a token of the rollouts has {experts.shape[-1]} experts in all layers, but this model has {len(layers)} "

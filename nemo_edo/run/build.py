@@ -260,6 +260,7 @@ class Builder:
             sleeps=generation.placement == "shared",
             nccl_library=servers.nccl_library(generation) if nccl else None,
             adapter_rank=cfg.lora.rank if cfg.lora.rank and refit.lora == "adapter" else None,
+            returns_experts=generation.routing_replay,
         )
         return servers.managed_replicas(api, model_folder(cfg.model, self._folder), gpus, key)
 
@@ -288,6 +289,7 @@ class Builder:
             vocab_size=json.loads(config.read_text(encoding="utf-8"))["vocab_size"],
             decode=data.decode,
             logprobs_after_temperature=self._logprobs_after_temperature,
+            keeps_experts=generation.routing_replay,
             progress=True,
             **texts,
         )

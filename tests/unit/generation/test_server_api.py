@@ -1,14 +1,17 @@
 """What a completion request says, and which answers are used."""
 
+import base64
 import copy
+import io
 import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.generation.server_api import TRTLLM, VLLM, completion_body, read_answer
+from nemo_edo.generation.server_api import TRTLLM, VLLM, completion_body, read_answer, read_experts
 from nemo_edo.types import GenerationRequest, SamplingParams
 from nemo_edo.utils.http import Fault, ServerError
 
@@ -42,6 +45,27 @@ def test_another_models_answer_is_no_fault_but_one_that_names_none_passes():
 def test_an_answer_of_another_kind_of_server_or_of_an_aborted_request_is_a_fault(body: object):
     with pytest.raises(Fault):
         read_answer(body, "policy", 50)
+
+
+def encoded(experts: np.ndarray) -> dict:
+    """As vLLM 0.32 and 0.33 return them."""
+    buffer = io.BytesIO()
+    np.save(buffer, experts)
+    return changed(routed_experts=base64.b64encode(buffer.getvalue()).decode())
+
+
+def test_experts_of_an_answer_are_those_of_every_token_but_the_last_of_what_is_kept_of_it():
+    experts = np.random.default_rng(0).integers(0, 200, (4, 3, 2), np.uint8)  # prompt 5 6, response 7 8 1
+    for kept in (5, 4):  # with a stop string the last token is cut off
+        found = np.frombuffer(read_experts(encoded(experts), kept), np.int16).reshape(-1, 3, 2)
+        assert (found == experts[: kept - 1]).all()
+    for wrong, error in ((BODY, ServerError), (changed(routed_experts=None), ServerError),
+                         (changed(routed_experts="AAAA"), Fault), (encoded(experts[:3]), Fault)):  # fmt: skip
+        with pytest.raises(error, match="experts"):
+            read_experts(wrong, 5)
+    api = VLLM(ServersConfig(), "bfloat16", Path("log"), gpus=(0,), max_length=64, returns_experts=True)
+    assert "--enable-return-routed-experts" in api.command(Path("/model"), 8000)
+    assert api.environment("key")["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
 @pytest.mark.parametrize("api", [VLLM, TRTLLM], ids=lambda api: api.backend)

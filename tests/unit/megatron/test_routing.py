@@ -117,6 +117,19 @@ def test_the_engine_keeps_what_the_routers_of_a_whole_pass_choose(folder, tiny, 
         assert torch.equal(kept, expected)
 
 
+def test_experts_of_all_layers_as_vllm_returns_them_are_replayed_as_those_of_the_layers_that_have_some(tiny, tmp_path):
+    folder = tiny.write_tiny_model(
+        tmp_path, "glm4_moe", n_routed_experts=EXPERTS, num_experts_per_tok=K, moe_intermediate_size=48, n_group=1,
+        topk_group=1, first_k_dense_replace=1, num_hidden_layers=3, num_key_value_heads=4)
+    policy = tiny.build_policy(folder)
+    batch = batch_of(sampled(policy, tiny))
+    perturb_routers(policy)
+    every = torch.cat([torch.zeros_like(batch.routed_experts[..., :K]), batch.routed_experts], dim=-1)
+    expected, found, free = (
+        logprobs(policy, tiny, batch.with_fields(routed_experts=one)) for one in (batch.routed_experts, every, None))
+    assert torch.equal(found, expected) and not torch.equal(free, expected)
+
+
 def test_gradients_with_recomputed_layers_are_those_without(folder, tiny):
     from nemo_edo.losses import LossTerm
 
