@@ -82,6 +82,8 @@ class Columns:
                 if name == "question" and isinstance(value, list | tuple):
                     chat = chat_of(value, column)
                     value = question_of(chat)
+                elif name == "question" and str(value).lstrip().startswith('[{"role":'):
+                    raise RowError(f'"{column}" is messages written as a text; expected the list itself (json.loads)')
                 texts[name] = text_of(value, column, may_be_number=name in ("answer", "id"))
             elif setting is not None or name == "question":
                 names = [str(one) for one in content]

@@ -1,5 +1,6 @@
 """Prompts, plain and of chat templates: equal to transformers', whatever the text; and each way in which one fails."""
 
+import json
 from dataclasses import replace
 from datetime import datetime
 
@@ -23,7 +24,7 @@ from nemo_edo.data.prompts import (
     render_prompt,
     warnings_of,
 )
-from nemo_edo.data.rows import Row
+from nemo_edo.data.rows import Row, RowError
 from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
@@ -167,6 +168,8 @@ def test_a_column_of_messages_is_a_chat_and_a_name_with_a_dot_a_field(tmp_path):
     assert made.messages == ({"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"})
     turns = (*made.messages, {"role": "assistant", "content": "What?"}, {"role": "user", "content": "Legs."})
     assert question_of(turns) == "user: How many?\n\nassistant: What?\n\nuser: Legs."
+    with pytest.raises(RowError, match='"prompt" is messages written as a text'):
+        columns.problem(Row(1, "t:1", {**row, "prompt": json.dumps(row["prompt"])}), "t")
     with pytest.raises(UserError, match="t:1: has messages"):
         prompt(make(tmp_path), made)
 
