@@ -21,7 +21,7 @@ from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, Precisio
 from nemo_edo.data.model_folder import check_files, read_fields, unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
-from nemo_edo.megatron.layer_spec import check_family, set_layer_spec
+from nemo_edo.megatron.layer_spec import check_family, set_latent_norms, set_layer_spec
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.routing import forget_routers
@@ -73,7 +73,9 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
     """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained as what it is to
     transformers, before any time is spent on it: every command that loads a model's weights goes through it."""
     fields = check_files(folder)
-    check_family(fields.get("model_type"), str(folder / "config.json"))
+    if not isinstance(fields.get("model_type"), str):
+        raise UserError(f"{folder / 'config.json'}: model_type is {fields.get('model_type')!r}, expected a text")
+    check_family(fields["model_type"], str(folder / "config.json"))
     _check_conversion(folder, fields)
     if others := unread_files(folder):
         logger.warning("%s: not read, as transformers does not read it: %s", folder, ", ".join(others))
@@ -123,6 +125,7 @@ def build_model(
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.hf_pretrained.state import StateDict
 
+    from nemo_edo.megatron.folder_fields import not_taken
     from nemo_edo.megatron.folder_weights import check_finite, check_mapped
 
     machine = device_support(device)
@@ -135,27 +138,33 @@ def build_model(
     provider = _provider(bridge, parallelism, precision)
     set_layer_spec(provider, attention, device)
     provider.register_pre_wrap_hook(partial(check_mapped, source, bridge), prepend=True)
+    provider.register_pre_wrap_hook(set_latent_norms)
     lora = lora if lora and lora.rank else None
     if lora:
         check_adapters(lora, provider, parallelism.tensor_model_parallel_size)
         provider.register_pre_wrap_hook(partial(adapters.add_adapters, config=lora, seed=seed))
-    provider.finalize()
     forget_routers()
-    with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
-        chunks = provider.provide_distributed_model(
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True,
-                use_distributed_optimizer=parallelism.use_distributed_optimizer,
-                overlap_grad_reduce=parallelism.overlap_grad_reduce,
-                overlap_param_gather=parallelism.overlap_param_gather,
-                fp8_param_gather=precision.fp8_param_gather,
-                reuse_grad_buf_for_mxfp8_param_ag=shares_mxfp8_buffer(precision),
-                check_for_nan_in_grad=False,  # its check reads a CUDA flag; policy.py checks loss and norm instead
-            ),
-            bf16=precision.dtype == "bf16",
-            use_cpu_initialization=device.type == "cpu",
-            data_parallel_random_init=False,
-        )
+    try:
+        provider.finalize()
+        with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
+            chunks = provider.provide_distributed_model(
+                ddp_config=DistributedDataParallelConfig(
+                    grad_reduce_in_fp32=True,
+                    use_distributed_optimizer=parallelism.use_distributed_optimizer,
+                    overlap_grad_reduce=parallelism.overlap_grad_reduce,
+                    overlap_param_gather=parallelism.overlap_param_gather,
+                    fp8_param_gather=precision.fp8_param_gather,
+                    reuse_grad_buf_for_mxfp8_param_ag=shares_mxfp8_buffer(precision),
+                    check_for_nan_in_grad=False,  # its check reads a CUDA flag; policy.py checks loss and norm instead
+                ),
+                bf16=precision.dtype == "bf16",
+                use_cpu_initialization=device.type == "cpu",
+                data_parallel_random_init=False,
+            )
+    except UserError:
+        raise
+    except (AssertionError, ValueError, ArithmeticError) as error:
+        raise not_taken(folder, "Megatron", error) from error
     logger.debug("Megatron-Bridge: %s", said.getvalue())
     check_finite(source)
     if parallelism.overlap_grad_reduce:

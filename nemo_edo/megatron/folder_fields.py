@@ -26,6 +26,7 @@ HARMLESS = frozenset(
     "initializer_range initializer_factor pad_token_id bos_token_id eos_token_id sep_token_id decoder_start_token_id "
     "forced_bos_token_id forced_eos_token_id id2label label2id problem_type task_specific_params return_dict "
     "output_attentions output_hidden_states gradient_checkpointing is_decoder chunk_size_feed_forward finetuning_task "
+    "max_position_embeddings "  # rotary positions have no end; what a scaling makes of it is in rope_parameters
     "is_encoder_decoder attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
     # A router's losses are not added (bridge.py), and dropout is 0 in training, as in generation.
     "router_aux_loss_coef aux_loss_alpha output_router_logits seq_aux router_jitter_noise "
@@ -47,16 +48,36 @@ UNDECLARED: dict[str, Callable[[PretrainedConfig], Any]] = {
     "swiglu_limit": lambda config: 7.0 if config.model_type == "gpt_oss" else None,
 }
 """What transformers' models take for fields that they, or published files, have and their config's class has not."""
+UNREAD: dict[str, Callable[[PretrainedConfig], Any]] = {
+    "first_k_dense_replace": lambda config: (getattr(config, "mlp_layer_types", None) or []).count("dense"),
+    "topk_method": lambda config: "noaux_tc",
+    "scoring_func": lambda config: "softmax" if config.model_type == "deepseek_v2" else "sigmoid",
+    "moe_layer_freq": lambda config: 1,
+    "ep_size": lambda config: 1,
+}
+"""What published files have in fields that transformers' models do not read: no other value is right."""
 NOT_TRAINED = dict.fromkeys(
     ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
     "layers that predict further tokens are not trained; remove them from the folder",
 )
 STEERING = frozenset(("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"))
 """What config classes make other fields of, and models do not read."""
-BRIDGE_ERRORS = (KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError)
+ABOVE_0 = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("n_group", "topk_group", "routed_scaling_factor", "query_pre_attn_scalar", "final_logit_softcapping"),
+    "attn_logit_softcapping",
+)
+"""Megatron takes 0 of some of them for none."""
+MADE_ERRORS = (
+    *(StrictDataclassError, KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError),
+    ArithmeticError,
+)
+"""What transformers, Bridge and megatron-core raise for a config that they do not take."""
 
-IMPLIED = {"gemma3_text": "linear"}
+IMPLIED = {"gemma3_text": "linear", "exaone_moe": "llama3"}
 """The scaling of positions that Bridge computes where there is a factor, without having read its type."""
+WITH_LLAMA3 = ("llama", "exaone4", "exaone_moe")
 
 Provider = Callable[[PretrainedConfig], Any]
 
@@ -67,11 +88,13 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
         raise UserError(f"{source}: auto_map names code of the model's own, which is not run; remove it")
     if fields.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"{source}: model_type is {fields.get('model_type')!r}, which transformers does not have")
+    for name in ABOVE_0:
+        if isinstance(fields.get(name), int | float) and fields[name] <= 0:
+            raise UserError(f"{source}: {name} is {fields[name]}, expected a number above 0")
     try:
         config = _config(fields)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
-        said = " ".join(str(error).split())
-        raise UserError(f"{source}: transformers does not take it: {type(error).__name__}: {said}") from error
+    except MADE_ERRORS as error:
+        raise not_taken(source, "transformers", error) from error
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or fields.get("architectures") != [model.__name__]:
         built = "no causal language model" if model is None else model.__name__
@@ -79,6 +102,11 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
             f"{source}: architectures is {fields.get('architectures')}, and transformers builds {built} for model_type "
             f"{config.model_type!r}; correct the one that is wrong"
         )
+    heads = config.num_attention_heads
+    if heads % (groups := getattr(config, "num_key_value_heads", None) or heads):
+        raise UserError(f"{source}: num_attention_heads is {heads}, no multiple of num_key_value_heads, {groups}")
+    if (getattr(config, "head_dim", None) or 0) % 2:
+        raise UserError(f"{source}: head_dim is {config.head_dim}, an odd number: rotary positions turn pairs")
     return config
 
 
@@ -93,15 +121,26 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
     with _quiet():
         try:
             compare = _Comparison(config, provider)
-        except BRIDGE_ERRORS as error:
-            said = " ".join(str(error).split())
-            raise UserError(f"{source}: Megatron-Bridge does not take it: {type(error).__name__}: {said}") from error
+        except MADE_ERRORS as error:
+            raise not_taken(source, "Megatron-Bridge", error) from error
+        _check_experts(config, compare.usual, source)
+        _check_windows(config, compare.usual, source)
+        if getattr(compare.usual, "q_lora_rank", 0) is None and compare.usual.qk_layernorm:
+            raise UserError(
+                f"{source}: q_lora_rank is null, and megatron-core gives such queries a norm that the model has not"
+            )
         for name in sorted(fields.keys() - HARMLESS - ROPE):
             value, known = fields[name], name in declared or name in UNDECLARED or name in STEERING
             if not known and value in (None, False, [], {}):
                 continue  # transformers does not read it, and what it would turn on is off
-            if name not in declared and name in UNDECLARED and value in (None, UNDECLARED[name](config)):
+            taken = {**UNDECLARED, **UNREAD}.get(name)
+            if name not in declared and taken is not None and value in (None, taken(config)):
                 continue
+            if compare.usual.window_size is None and (
+                (name == "layer_types" and {*(value or ())} == {"full_attention"})
+                or (name == "sliding_window" and value is None)
+            ):
+                continue  # no windows in either, whatever the family's default
             if not known or (name in NOT_TRAINED and value):
                 why = NOT_TRAINED.get(name, f"{type(config).__name__} has no such field; correct its name or remove it")
                 raise UserError(f"{source}: {name} is {_short(value)}: {why}")
@@ -118,6 +157,43 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
                     f"model_type {config.model_type!r}"
                 )
         _check_positions(fields, config, compare, source)
+
+
+def _check_experts(config: PretrainedConfig, provider: Any, source: str) -> None:
+    """Raises UserError where a token has experts that there are not, or gates that megatron-core does not compute."""
+    experts, chosen = provider.num_moe_experts, provider.moe_router_topk
+    if experts and not 1 <= (chosen or 0) <= experts:
+        raise UserError(f"{source}: num_experts_per_tok is {chosen}, of {experts} experts")
+    if experts and chosen == 1 and getattr(config, "norm_topk_prob", True):
+        raise UserError(
+            f"{source}: num_experts_per_tok is 1, and norm_topk_prob makes the gate of one expert 1, which "
+            "megatron-core does not compute"
+        )
+    of_group = 1 if config.model_type == "deepseek_v2" else 2  # experts whose scores are a group's
+    if (provider.moe_router_num_groups or 1) > 1 and chosen // (provider.moe_router_group_topk or 1) != of_group:
+        raise UserError(
+            f"{source}: num_experts_per_tok is {chosen} and topk_group {provider.moe_router_group_topk}: megatron-core "
+            f"scores a group by their ratio, transformers by its best {of_group}"
+        )
+
+
+def _check_windows(config: PretrainedConfig, provider: Any, source: str) -> None:
+    """Raises UserError for windows that Bridge does not read although they are the family's default, and for EXAONE's
+    layers without positions."""
+    types, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    if window is None:
+        return
+    if "sliding_attention" in types and provider.window_size is None and window < config.max_position_embeddings:
+        raise UserError(
+            f"{source}: sliding_window is {window}, which would be lost: Megatron-Bridge does not read it for "
+            f"model_type {config.model_type!r}; only a model of at most so many positions (max_position_embeddings, "
+            f"which is {config.max_position_embeddings}) is the same without it"
+        )
+    if config.model_type.startswith("exaone") and "full_attention" in types and not provider.no_rope_freq:
+        raise UserError(
+            f"{source}: layer_types has full_attention, which has no rotary positions where there is a sliding_window: "
+            f"Megatron-Bridge does not know it for model_type {config.model_type!r}"
+        )
 
 
 class _Comparison:
@@ -144,7 +220,7 @@ class _Comparison:
             return False
         try:
             changed = self.provider(other)
-        except BRIDGE_ERRORS:  # it misses the field
+        except MADE_ERRORS:  # it misses the field
             return False
         return all(getattr(self.usual, name) == getattr(changed, name) for name in self.names)
 
@@ -163,13 +239,7 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
                 f"{source} states {name} twice: {_short(value)} and {_short(taken[0])}, in rope_theta, rope_scaling or "
                 "rope_parameters; remove the wrong one"
             )
-    kinds = {place.get("rope_type", "default") for place in _places(found)}
-    yarn = getattr(compare.usual, "position_embedding_type", None) == "yarn"
-    if yarn != ("yarn" in kinds) and not getattr(compare.usual, "multi_latent_attention", False):
-        raise UserError(
-            f"{source}: rope_type is {_short(sorted(kinds))}; for model_type {config.model_type!r}, Megatron-Bridge "
-            f"computes {'yarn' if yarn else 'no yarn'}"
-        )
+    _check_kinds(config, compare.usual, source)
     usual = _places(getattr(type(config)(), "rope_parameters", None) or {})
     for number, place in enumerate(_places(found)):
         kind, stock = place.get("rope_type", "default"), usual[number] if number < len(usual) else {}
@@ -179,20 +249,50 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
                 continue
             if name == "rope_type" and value == IMPLIED.get(config.model_type):
                 continue
-            fixed = LLAMA3.get(name) if (kind, config.model_type) == ("llama3", "llama") else None
+            fixed = LLAMA3.get(name) if kind == "llama3" and config.model_type in WITH_LLAMA3 else None
             if fixed is not None:
                 if value != fixed:
                     raise UserError(f"{source}: {name} of rope_type 'llama3' is {value}; Megatron knows {fixed} only")
                 continue
             other = copy.deepcopy(config)
             another = not value if isinstance(value, bool) else 2 * value if isinstance(value, (int, float)) else None
-            changed = {**stock, "type": stock["rope_type"]} if name == "rope_type" else {name: another}
+            others = "default" if value != "default" else stock["rope_type"]
+            changed = {"rope_type": others, "type": others} if name == "rope_type" else {name: another}
             _places(other.rope_parameters)[number].update(changed)
             if compare.is_lost(other):
                 raise UserError(
                     f"{source}: {name} {_short(value)} of the rotary positions (rope_parameters or rope_scaling) would "
                     f"be lost: Megatron-Bridge does not read it for model_type {config.model_type!r}"
                 )
+
+
+def _check_kinds(config: PretrainedConfig, provider: Any, source: str) -> None:
+    """Raises UserError for a scaling of positions that is not the one that Megatron computes for the model's type."""
+    places = _places(getattr(config, "rope_parameters", None) or {})
+    for place in places:
+        for name in ("factor", "rope_theta"):
+            if (value := place.get(name)) is not None and not value > 0:
+                raise UserError(f"{source}: {name} of the rotary positions is {value}, expected a number above 0")
+        if place.get("factor", 1.0) is None:
+            raise UserError(f"{source}: factor of the rotary positions is null, expected the scaling's factor")
+    kinds = {place.get("rope_type", "default") for place in places}
+    latent = getattr(provider, "multi_latent_attention", False)
+    yarn = getattr(provider, "position_embedding_type", None) == "yarn"
+    if yarn != ("yarn" in kinds) and not latent:
+        raise UserError(
+            f"{source}: rope_type is {_short(sorted(kinds))}; for model_type {config.model_type!r}, Megatron-Bridge "
+            f"computes {'yarn' if yarn else 'no yarn'}"
+        )
+    if yarn and not latent and provider.rotary_percent < 1:
+        part = f"partial_rotary_factor is {provider.rotary_percent}"
+        raise UserError(f"{source}: rope_type is yarn and {part}; megatron-core computes yarn of whole heads only")
+    for place in places if latent and "yarn" in kinds else ():
+        scale, of_all = place.get("mscale"), place.get("mscale_all_dim")
+        if (of_all and (not scale or config.model_type == "deepseek_v2")) or (not of_all and scale not in (None, 1)):
+            raise UserError(
+                f"{source}: mscale is {_short(scale)} and mscale_all_dim {_short(of_all)}: for model_type "
+                f"{config.model_type!r}, transformers makes something else of them than megatron-core"
+            )
 
 
 def _places(rope: dict[str, Any]) -> list[dict[str, Any]]:
@@ -208,8 +308,12 @@ def _config(fields: Mapping[str, Any]) -> PretrainedConfig:
 def _attempt(fields: Mapping[str, Any]) -> PretrainedConfig | None:
     try:
         return _config(fields)
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+    except MADE_ERRORS:
         return None
+
+
+def not_taken(source: object, by: str, error: BaseException) -> UserError:
+    return UserError(f"{source}: {by} does not take it: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _short(value: Any) -> str:

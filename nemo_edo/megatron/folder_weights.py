@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_edo.data.model_folder import StoredTensor, read_headers
 from nemo_edo.errors import UserError
+from nemo_edo.megatron.folder_fields import MADE_ERRORS, not_taken
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of weights as they are. Others are quantised, and need scales that Bridge would not apply."""
@@ -38,7 +39,10 @@ class CheckedSource(SafeTensorsStateSource):
     def __init__(self, folder: Path, config: PretrainedConfig) -> None:
         super().__init__(folder)
         with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config)
+            try:
+                self._model = AutoModelForCausalLM.from_config(config)
+            except MADE_ERRORS as error:
+                raise not_taken(folder / "config.json", "transformers", error) from error
         state = self._model.state_dict()
         saved = revert_weight_conversion(self._model, state)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}

@@ -25,6 +25,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 CORES = {"sdpa": SDPAttention, "local": DotProductAttention}
 """The core of the attention in a local layer."""
+LATENT_EPS = 1e-6
 
 
 def set_layer_spec(provider, attention: str, device: torch.device) -> None:
@@ -148,6 +150,16 @@ def local_layer_spec(
         change(layer)
     block.layer_norm = TorchNorm
     return block
+
+
+def set_latent_norms(chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """The chunks, whose latent norms get the eps that transformers' have, whatever rms_norm_eps is. With Transformer
+    Engine some norms are inside the layer that follows."""
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MLASelfAttention)):
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            if hasattr(part := getattr(layer, name, None), "eps"):
+                part.eps = LATENT_EPS
+    return chunks
 
 
 def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = False) -> None:

@@ -11,7 +11,7 @@ LLAMA = {"rope_theta": 500000.0, "num_hidden_layers": 1, "max_position_embedding
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_shared_experts": 1,
            "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-          "head_dim": 8, "num_key_value_heads": 4}
+          "head_dim": 8, "num_key_value_heads": 4, "rms_norm_eps": 1e-2}  # which latent norms do not have
 WINDOWS = {"query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}
 FAMILIES = {
     "qwen2.5, biases": ("qwen2", {}, 48),
@@ -23,12 +23,18 @@ FAMILIES = {
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
         "glm4_moe": EXPERTS, "deepseek_v3": {**EXPERTS, **LATENT},
     }.items()},
+    "deepseek 3, groups of experts": (
+        "deepseek_v3", {**EXPERTS, **LATENT, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4,
+                        "topk_group": 2}, 48),
     "gemma": ("gemma", {"tie_word_embeddings": True}, 48),
     "gemma 2, capped scores, windows, norms after": ("gemma2", WINDOWS, 48),
     "gemma 3, two rotary bases": (
         "gemma3_text", {**WINDOWS, "num_hidden_layers": 6,
                         "layer_types": 5 * ["sliding_attention"] + ["full_attention"]}, 48),
     "exaone 4, norms after alone": ("exaone4", {"tie_word_embeddings": True}, 48),
+    "exaone 4 of one kind of layer, scaled positions": (
+        "exaone4", {**LLAMA, "tie_word_embeddings": True, "sliding_window": None, "layer_types": ["full_attention"],
+                    "rope_scaling": {**SCALED, "factor": 16.0}}, ORIGINAL + 32),
     "nemotron, norms around 1 with biases": ("nemotron", {}, 48),
     "llama 3": ("llama", LLAMA, 48),
     "llama 3.1, scaled positions": ("llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 8.0}}, ORIGINAL + 32),

@@ -97,6 +97,8 @@ def twice(folder: Path) -> None:
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 777.0, "factor": 2.0}
+MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.7}
 DAMAGED_WEIGHTS = {
     "a tensor is missing": (lambda f: change(f, **{O_PROJ: None}), O_PROJ),
     "a layer is missing": (lambda f: edit(f, num_hidden_layers=3, layer_types=...), r"model\.layers\.2\."),
@@ -148,7 +150,38 @@ DAMAGED_FIELDS = {
     "both ways": ("llama", {"is_causal": False}, "is_causal"),
     "YaRN's factor": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "a part of the head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "groups of heads": ("qwen3", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+    "an odd head": ("mistral", {"head_dim": 17}, "head_dim is 17"),
+    "one expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1, and"),
+    "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4"),
+    "no kind": ("llama", {"model_type": ["llama"]}, "model_type is"),
+    "no factor": ("llama", {"rope_parameters": {**LINEAR, "factor": 0}}, "factor .* is 0"),
 }
+HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
+FULL = {"sliding_window": None, "layer_types": 30 * ["full_attention"], "num_hidden_layers": 30}
+DEEPSEEK = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "ep_size": 1, "moe_layer_freq": 1,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}  # fmt: skip
+OTHER_FAMILIES = {  # fields that their classes' defaults complete, and what of them is refused
+    "exaone4's windows": ("exaone4", {"max_position_embeddings": 8192}, "sliding_window is 4096"),
+    "exaone4's layers without positions": ("exaone4", {}, "layer_types has full_attention"),
+    "exaone4, 1.2 B": ("exaone4", {**FULL, "rope_scaling": {**LLAMA3, "factor": 16.0}, "rope_theta": 5e5}, None),
+    "exaone4, another llama3": ("exaone4", {**FULL, "rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq"),
+    "exaone_moe, linear": ("exaone_moe", {"rope_parameters": LINEAR}, "rope_type"),
+    "glm4_moe, YaRN of half heads": ("glm4_moe", {"rope_parameters": {**YARN, **HALF}}, "partial_rotary_factor is 0.5"),
+    "nemotron, YaRN of half heads": ("nemotron", {"rope_parameters": {**YARN, **HALF}}, "partial_rotary_factor is 0.5"),
+    "DeepSeek-V3": ("deepseek_v3", DEEPSEEK, None),
+    "Moonlight": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None}, "q_lora_rank is null"),
+    "deepseek_v3, YaRN": ("deepseek_v3", {"rope_parameters": {**YARN, **MSCALE}}, None),
+    "deepseek_v3, one mscale": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale is 0.7"),
+    "deepseek_v3, no factor": ("deepseek_v3", {"rope_parameters": {**YARN, "factor": None}}, "factor .* null"),
+    "deepseek_v3, no scaling": ("deepseek_v3", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
+    "deepseek_v3, groups": ("deepseek_v3", {"num_experts_per_tok": 4}, "topk_group 4"),
+    "deepseek_v3, another router": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+    "deepseek_v2, mscale": ("deepseek_v2", {"num_experts_per_tok": 6, "rope_parameters": {**YARN, **MSCALE}}, "mscale"),
+    "GLM-4.7-Flash": ("glm4_moe_lite", {"first_k_dense_replace": 1, "topk_method": "noaux_tc"}, None),
+    "glm4_moe_lite, dense layers": ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace is 2"),
+}  # fmt: skip
 
 
 PUBLISHED = {  # of their makers' config.json, what is not in conf/model
@@ -160,14 +193,28 @@ PUBLISHED = {  # of their makers' config.json, what is not in conf/model
 
 @pytest.mark.parametrize("model", sorted(path.stem for path in (shipped_config_dir() / "model").glob("[lq]*_*.yaml")))
 def test_the_published_configs_of_shipped_models_lose_nothing(model):
+    fields = {**model_section(model)["architecture"], **PUBLISHED.get(model, {})}
+    check(fields)
+
+
+def check(fields) -> None:
     from megatron.bridge import AutoBridge
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    fields = {**model_section(model)["architecture"], **PUBLISHED.get(model, {})}
-    fields["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]
+    fields = {**fields, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[fields["model_type"]]]}
     config = load_config(fields, "config.json")
     bridge = AutoBridge.from_hf_config(config)._model_bridge
     check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), "config.json")
+
+
+@pytest.mark.parametrize("case", OTHER_FAMILIES)
+def test_fields_of_other_families_are_theirs_or_refused_by_name(case):
+    model_type, fields, named = OTHER_FAMILIES[case]
+    if named is None:
+        check({"model_type": model_type, **fields})
+        return
+    with pytest.raises(UserError, match=f"config.json.*{named}"):
+        check({"model_type": model_type, **fields})
 
 
 @pytest.mark.parametrize("family", FAMILIES)
