@@ -121,6 +121,12 @@ def test_the_last_k_checkpoints_the_one_before_their_iteration_and_the_batches_t
     assert files(tmp_path) == [*batches[1:], "step_00000006", "step_00000007"]
 
 
+def test_an_iteration_begins_with_a_checkpoint_however_rare_they_are(begin, model, tmp_path):
+    walk(begin(every_steps=100), model, 4)
+    assert files(tmp_path) == ["step_00000003"]
+    assert begin().start == Position(1, 0, 3)
+
+
 def test_a_save_at_once_writes_only_what_is_new_and_a_failure_keeps_its_batch_and_weights(begin, model, tmp_path):
     progress = begin(every_steps=100)
     walk(progress, model, 2)
