@@ -16,7 +16,7 @@ from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.made_from import require_noted
 from nemo_edo.run_folder import CONFIG, RunFolder
 from nemo_edo.types import ScoredRollout
-from nemo_edo.utils.files import read_mapping
+from nemo_edo.utils.files import flattened, read_mapping
 
 _ITERATION = re.compile(r"iter_(\d+)")
 
@@ -90,7 +90,9 @@ def open_run(run: Path, overrides: Sequence[str] = (), *, only: Sequence[str] = 
         raise UserError(f"{command} takes overrides of {takes} only, not {', '.join(strange)}")
     if not (run / CONFIG).is_file():
         raise UserError(f"{run} is not the folder of a run: it has no config.yaml")
-    read_mapping(run / CONFIG)
+    for key, value in flattened(read_mapping(run / CONFIG)).items():
+        if "${" in str(value):  # a run's own are resolved; another's could ask for a variable of this environment
+            raise UserError(f"{run / CONFIG}: {key} is {value!r}: a run's config has no interpolations")
     cfg = compose_run("config", list(overrides), config_dir=run)
     check_arm_names(arm_configs(cfg))
     return StoredRun(RunFolder(run), cfg)

@@ -100,3 +100,11 @@ def test_rollouts_that_the_exploration_term_will_run_over_are_needed(whole: Path
         pytest.warns(UserWarning, match="iter_00000.* is missing or damaged; training and results no longer need it"))
     with expected:
         check_arm(*kept(path, exploration_samples=samples), "grpo", **place)
+
+
+def test_another_s_config_that_asks_for_a_variable_of_this_environment_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("SECRET", "hunter2")
+    config = write_stored_run(tmp_path / "run") / "config.yaml"
+    config.write_text(config.read_text().replace("name: run", "name: ${oc.env:SECRET}"))
+    with pytest.raises(UserError, match=r"config.yaml: name is '\$\{oc.env:SECRET\}'"):
+        open_run(tmp_path / "run")
