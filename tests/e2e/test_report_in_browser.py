@@ -164,6 +164,43 @@ def test_every_chart_has_visible_traces_within_its_frame(opened):
     assert [chart for chart in charts if chart[1] == 0 or not chart[2]] == []
 
 
+LOOK = """
+window.outside = []; window.looks = 0;
+addEventListener("DOMContentLoaded", () => {
+  const begun = performance.now();
+  (function look() {
+    window.looks += 1;
+    for (const svg of document.querySelectorAll(".js-plotly-plot .main-svg")) {
+      const frame = svg.closest("figure").getBoundingClientRect(), box = svg.getBoundingClientRect();
+      if (!box.width) continue;
+      const beyond = Math.max(frame.left - box.left, box.right - frame.right, box.bottom - frame.bottom);
+      if (beyond > 1) window.outside.push([svg.closest(".js-plotly-plot").id, performance.now() - begun, beyond]);
+    }
+    if (performance.now() - begun < 1000) requestAnimationFrame(look);
+    else window.looked = true;
+  })();
+});"""
+
+
+@pytest.mark.parametrize("width", [1280, 1100, 400])
+def test_no_chart_leaves_its_frame_in_any_picture_of_the_first_second(driver, page, width):
+    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": LOOK})
+    try:
+        load(driver, page, width)
+        driver.execute_async_script("(function wait() { window.looked ? arguments[0]() : setTimeout(wait, 50, arguments[0]) })"
+                                    "(arguments[0])")
+        looks, outside, frames = driver.execute_script("""
+            const frames = [...document.querySelectorAll("figure")].map((one) => one.getBoundingClientRect());
+            return [window.looks, window.outside, frames.filter((one) => one.width)
+              .map((one) => [one.left, one.top, one.right, one.bottom])];""")
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+    assert looks > 5 and frames
+    assert outside == []
+    pairs = ((a, b) for place, a in enumerate(frames) for b in frames[:place])
+    assert not [(a, b) for a, b in pairs if min(a[2], b[2]) - max(a[0], b[0]) > 1 and min(a[3], b[3]) - max(a[1], b[1]) > 1]
+
+
 def test_with_everything_unfolded_nothing_is_wider_than_the_page_and_no_text_is_small(opened):
     needed, width, boxes, nodes, small = opened.execute_script("""
         document.querySelectorAll("details").forEach((details) => details.open = true);
