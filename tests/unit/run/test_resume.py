@@ -238,12 +238,12 @@ def test_a_request_to_stop_saves_what_is_not_saved_and_ends_the_training(begin, 
     with pytest.raises(RunStopped):
         progress.reached(Position())
     progress._run.stop.received = False
-    walk(progress, model, 2)
+    walk(progress, model, 1)
     assert not (tmp_path / PROGRESS).exists()
     progress._run.stop.received = True
-    with pytest.raises(RunStopped, match="up to step 2"):
-        progress.reached(Position(0, 2, 2))
-    assert begin().start == Position(0, 2, 2)
+    with pytest.raises(RunStopped, match="up to step 1"):
+        progress.reached(Position(0, 1, 1))
+    assert begin().start == Position(0, 1, 1)
 
 
 def test_in_the_background_one_checkpoint_is_written_at_a_time_and_the_one_before_it_stays(
