@@ -142,13 +142,16 @@ def _compiled(template: str = "", now: datetime = datetime.min) -> tuple[Templat
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
+    def random(values: Any) -> None:
+        raise TemplateError("it draws at random, so that a resumed run would ask other prompts")
+
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     jinja = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols], loader=DictLoader({})
     )
-    jinja.filters["tojson"] = tojson
+    jinja.filters |= {"tojson": tojson, "random": random}
     jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
     return jinja.from_string(template), sorted(meta.find_undeclared_variables(jinja.parse(template)))
 

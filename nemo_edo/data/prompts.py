@@ -226,6 +226,9 @@ def _encode_prompts(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, ends: Collection[int]
 ) -> list[Prompt]:
     chat, prompts = style.chat, []
+    written, name = (style.template, "data.prompt") if chat is None else (chat.text, chat.name)
+    if _PRIVATE.search(written):
+        raise UserError(f"{name} has a private character beyond U+100000, by which users' text is marked; remove it")
     if chat is None:
         markup = Markup(tokenizer, style.kept)
         for problem in problems:
