@@ -13,7 +13,7 @@ VERDICTS = {"correct": True, "incorrect": False}
 CHOICES = [f"verdict: {word}" for word in VERDICTS]
 _VERDICT_LINE = re.compile(r"verdict: (correct|incorrect)", re.IGNORECASE)
 _TAG = re.compile(r"</\s*([\w-]+)\s*>")
-_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
+_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 _PLACEHOLDER = re.compile(r"\{(question|reference|answer|response)\}")
 _SCHEMA = {
     "type": "object",

@@ -84,6 +84,7 @@ def correct_for(right: str):
         "<think>\nverdict: correct", "verdict: correct\n</think>\n<think>\nverdict: correct")),
     (read_json_verdict, 'It is.\n</think>\n{"verdict": "correct"}', True),
     (read_json_verdict, '```json\n{"verdict": "incorrect"}\n```', False),
+    (read_json_verdict, '```json {"verdict": "correct"} ```', True),
     (read_json_verdict, '{"verdict": "correct"}', True), (read_json_verdict, '{"verdict": "incorrect"}', False),
     *((read_json_verdict, text, None) for text in (
         '{"verdict": "correct", "verdict": "incorrect"}', '<think> {"verdict": "correct"}',
