@@ -1,7 +1,8 @@
 """Writes the table of model families into docs/models.md: a tiny random folder of each, made by transformers, is put
 through all that a run does with a model, on this machine.
 
-python tools/docs/families_table.py [FAMILY ...]    # without families: all, a quarter of an hour of CPU
+make env vllm-env
+.venv/bin/python tools/docs/families_table.py [FAMILY ...]    # without families: all, half an hour of CPU
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ BY_ITS_CODE = ("MiMo", "Kimi K2", "Step 3.5", "MiMo-V2-Flash", "Sarvam", "Ling (
 """Families of Bridge that transformers computes by code in the model's folder only, which is not run."""
 COLUMNS = {
     "logits": "log-probabilities", "trains": "trains", "resumes": "resumes", "decodes": "decodes",
-    "exports": "exports", "lora": "LoRA", "tensor": "TP=2", "pipeline": "PP=2",
+    "exports": "exports", "lora": "LoRA", "tensor": "TP=2", "pipeline": "PP=2", "vllm": "vLLM",
 }  # fmt: skip
 ATTENTION = ["linear_qkv", "linear_proj"]
 """What adapters are for in a mixture of experts."""
@@ -96,13 +97,13 @@ SAME = 2e-4
 """Nats at most between two computations of the same log-probabilities in fp32."""
 
 
-def write_folder(name: str, folder: Path) -> None:
+def write_folder(name: str, folder: Path, **other: int) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     kind, fields = FAMILIES[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **fields}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SHAPE, **fields, **other}))
     with torch.no_grad():
         for parameter in model.state_dict().values():  # zeros hide what they are used for, such as a router's bias
             if parameter.is_floating_point() and (parameter.dim() == 1 or not parameter.any()):
@@ -269,6 +270,28 @@ def split_in_two(folder: Path, split: str) -> str:
     return far
 
 
+def served(name: str, folder: Path) -> str:
+    """vLLM's log-probabilities of the examples, on a CPU, whose attention has no heads of 16."""
+    import torch
+
+    write_folder(name, folder, head_dim=32)
+    tokens, found = folder / "tokens.json", folder / "logprobs.json"
+    tokens.write_text(json.dumps(examples().tokens.tolist()))
+    command = [
+        str(ROOT / ".venv-vllm" / "bin" / "python"),
+        str(Path(__file__).parent / "vllm_logprobs.py"),
+        str(folder),
+    ]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(tokens), str(found)], env={**os.environ, **settings}, capture_output=True, text=True
+    )
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
+        raise ValueError((said or done.stderr.splitlines()[-1:])[-1])
+    return differ(torch.tensor(json.loads(found.read_text())), dense(folder)[1])
+
+
 def child(names: list[str], folders: Path, out: Path, split: str | None) -> None:
     from nemo_edo.run.tracking import quiet_libraries
 
@@ -318,6 +341,10 @@ def main(names: list[str]) -> None:
                 if status and left == before:
                     sys.exit(status)
         found = {**refused, **(json.loads(out.read_text()) if made else {})}
+        for name, row in found.items():
+            if "refused" not in row:
+                row["vllm"] = tried(lambda: served(name, folders / "served"))  # noqa: B023
+                shutil.rmtree(folders / "served", ignore_errors=True)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     versions = {name: version(name) for name in ("megatron-core", "megatron-bridge", "transformers", "torch")}
     rows = {**kept.get("rows", {}), **found}
