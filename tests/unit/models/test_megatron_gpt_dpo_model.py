@@ -57,7 +57,7 @@ def dense(tiny, tiny_qwen2, pairs):
     def compute(settings: IDPOConfig, batch=pairs):
         reference = tiny.load_dense(tiny_qwen2)
         terms = dense_terms(tiny.dense_logprobs(reference, batch.tokens, TEMPERATURE)[0], batch, settings)
-        return [float(term) for term in terms], [gradients(term, reference) for term in terms]
+        return [term.item() for term in terms], [gradients(term, reference) for term in terms]
 
     return compute
 
