@@ -323,7 +323,7 @@ def server_run(machine: Machine, *more: str) -> Finding:
         return passed("")
     logs = sorted(folder.glob("run/servers/server_*.log"))
     again = [log for log in logs if starts_in(log) > 1]
-    faults += [f"its server died and was restarted at a refit ({log.name})" for log in again]
+    faults += [f"its server died and was restarted at a refit ({starts_in(log)} starts)" for log in again]
     if faults:
         log = (again or logs or [folder / "run" / "servers"])[0]
         return failed("; ".join(faults), f"read {log}; docs/servers.md has what a server needs")
