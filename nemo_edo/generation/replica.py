@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import random
 import socket
 import subprocess
 import time
@@ -21,6 +23,7 @@ POLL_EVERY_S = 0.25
 """Seconds between two health checks of a server that is starting."""
 START = "--- start"
 """How a line of a server's log begins that tells of a start."""
+PORTS = range(20_000, 32_768)
 LOG_LINES = 25
 """Lines of a server's log that error messages show."""
 TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -273,7 +276,16 @@ def starts_in(log: Path) -> int:
 
 
 def free_port(host: str) -> int:
+    """A port below those that the kernel gives to outgoing connections, one of which would take it before the server,
+    which first loads for seconds to minutes, listens there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):  # runs with the same seed want others
+        with socket.socket(family) as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                return port
+    raise ServerError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on {host}")

@@ -1,5 +1,6 @@
 """From the config to the servers: what is missing is an error before anything is trained."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import pytest
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
+from nemo_edo.generation import replica
 from nemo_edo.generation.server_api import VLLM
 from nemo_edo.generation.servers import check_servers
 from nemo_edo.run.build import Builder
 from nemo_edo.run_folder import RunFolder
+from nemo_edo.utils.http import ServerError
 
 SERVERS = "generation.servers"
 
@@ -122,3 +125,13 @@ def test_impossible_settings_are_refused_when_the_config_is_composed(backend: st
     with pytest.raises(UserError, match=named) as error:
         config(*overrides, backend=backend)
     assert "pw" not in str(error.value)
+
+
+def test_a_servers_port_is_free_and_none_that_the_kernel_gives_to_outgoing_connections(monkeypatch):
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert 1024 < replica.free_port("127.0.0.1") < first
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(replica, "PORTS", (taken.getsockname()[1],))
+        with pytest.raises(ServerError, match="is free on 127.0.0.1"):
+            replica.free_port("127.0.0.1")
