@@ -321,11 +321,11 @@ def server_run(machine: Machine, *more: str) -> Finding:
         faults.append(str(error))
     if machine.rank > 0 and not faults:
         return passed("")
-    logs = sorted(folder.glob("run/servers/server_*.log"))
-    again = [log for log in logs if starts_in(log) > 1]
-    faults += [f"its server died and was restarted at a refit ({starts_in(log)} starts)" for log in again]
+    starts = {log: starts_in(log) for log in sorted(folder.glob("run/servers/server_*.log"))}
+    again = [log for log, count in starts.items() if count > 1]
+    faults += [f"its server died and was restarted at a refit ({starts[log]} starts)" for log in again]
     if faults:
-        log = (again or logs or [folder / "run" / "servers"])[0]
+        log = (again or [*starts] or [folder / "run" / "servers"])[0]
         return failed("; ".join(faults), f"read {log}; docs/servers.md has what a server needs")
     gap = max(line["sampler_gap"] for line in RunFolder(folder / "run").lines() if "sampler_gap" in line)
     said = f"log-probabilities are {gap:.1e} nats from the trainer's, in 2 iterations"

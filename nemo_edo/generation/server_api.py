@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
-
 import nemo_edo
 from nemo_edo.config import ServersConfig
 from nemo_edo.types import GenerationRequest, SamplingParams
@@ -292,6 +290,8 @@ def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int,
 def read_experts(body: Any, tokens: int) -> bytes:
     """``Rollout.routed_experts`` of a completion, for prompt and response of ``tokens`` together. Raises ServerError
     where the server returns none, and Fault for those of another number of tokens."""
+    import numpy as np  # other runs of servers do not load it
+
     encoded = body["choices"][0].get("routed_experts")
     if not encoded:
         raise ServerError(

@@ -55,7 +55,7 @@ UNREAD: dict[str, Callable[[PretrainedConfig], Any]] = {
     "moe_layer_freq": lambda config: 1,
     "ep_size": lambda config: 1,
 }
-"""What published files have in fields that transformers' models do not read: no other value is right."""
+"""Fields of published files that transformers' models do not read, with the only value that is right."""
 NOT_TRAINED = dict.fromkeys(
     ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
     "layers that predict further tokens are not trained; remove them from the folder",
@@ -73,7 +73,7 @@ MADE_ERRORS = (
     *(StrictDataclassError, KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError),
     ArithmeticError,
 )
-"""What transformers, Bridge and megatron-core raise for a config that they do not take."""
+"""Errors of transformers, Bridge and megatron-core for a config that they do not take."""
 
 IMPLIED = {"gemma3_text": "linear", "exaone_moe": "llama3"}
 """The scaling of positions that Bridge computes where there is a factor, without having read its type."""
@@ -133,7 +133,7 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
             value, known = fields[name], name in declared or name in UNDECLARED or name in STEERING
             if not known and value in (None, False, [], {}):
                 continue  # transformers does not read it, and what it would turn on is off
-            taken = {**UNDECLARED, **UNREAD}.get(name)
+            taken = UNDECLARED.get(name) or UNREAD.get(name)
             if name not in declared and taken is not None and value in (None, taken(config)):
                 continue
             if compare.usual.window_size is None and (

@@ -56,7 +56,7 @@ class MegatronPolicy:
         """The precision and place of the optimizer's state: fields of Megatron's OptimizerConfig."""
         self.head = LossHead(built.chunks, loss_head, built.vocab_size)
         self.metric_names: list[str] = []
-        """Of the last step: ranks exchange them only where they change."""
+        """The names of the last step's metrics, which ranks exchange only where they change."""
 
     @property
     def chunks(self) -> list[MegatronModule]:

@@ -206,18 +206,24 @@ class MegatronGPTModel(ModelPT):
         ``forward_only``."""
         share = self.loss_shares(batch)[parallel_state.get_data_parallel_rank()]
         weight = getattr(self.settings, "exploration_weight", 0.0)  # supervised training has none
-        metrics, tokens = forward_backward(
+        metrics, tokens = self.loss_pass(share, weight, forward_only=forward_only)
+        if tokens is not None and math.isfinite(metrics["loss"]):
+            metrics |= self.token_metrics(batch, *on_every_rank(share, tokens, batch.mask.shape))
+        return metrics["loss"], {**metrics, "padding_share": share.padding_share}
+
+    def loss_pass(
+        self, share: Share, exploration_weight: float, *, forward_only: bool = False
+    ) -> tuple[dict[str, float], Tensor | None]:
+        """``forward_backward`` of the loss; tokens where the model measures them."""
+        return forward_backward(
             self.policy,
             share,
             self.loss,
-            exploration_weight=weight,
+            exploration_weight=exploration_weight,
             temperature=self.temperature,
             forward_only=forward_only,
             keep_tokens=self.measures_tokens,
         )
-        if tokens is not None and math.isfinite(metrics["loss"]):
-            metrics |= self.token_metrics(batch, *on_every_rank(share, tokens, batch.mask.shape))
-        return metrics["loss"], {**metrics, "padding_share": share.padding_share}
 
     def finish_training_step(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
         """Takes the optimizer step, unless the loss or the gradient norm forbids it; returns "grad_norm" (before

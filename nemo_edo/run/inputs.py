@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, ModelConfig, RunConfig
@@ -267,13 +267,8 @@ def load_data(
     warnings = warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
-        experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-        if experts > 1 and cfg.has_arms and not cfg.generation.routing_replay:
-            warnings.append(
-                f"warning: the model has {experts} experts, and generation.routing_replay is false: a token's experts "
-                "can differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; "
-                "watch sampler_gap (docs/scaling.md, Experts)"
-            )
+        if cfg.has_arms and not cfg.generation.routing_replay:
+            warnings += _warnings_of_experts(fields)
         check_rows(chain(prompts.values(), *solutions), stop.ids, tokenizer, fields, folder / "config.json")
     if limit is None:
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
@@ -296,6 +291,17 @@ def load_data(
         style=style,
         warnings=warnings,
     )
+
+
+def _warnings_of_experts(fields: Mapping[str, Any]) -> list[str]:
+    experts = max(fields.get(name) or 0 for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts <= 1:
+        return []
+    return [
+        f"warning: the model has {experts} experts, and generation.routing_replay is false: a token's experts can "
+        "differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; watch "
+        "sampler_gap (docs/scaling.md, Experts)"
+    ]
 
 
 def _check_problems(train: list[Problem], test: list[Problem], learned: list[Problem], tuning: int) -> None:

@@ -115,19 +115,9 @@ class Worker:
     ) -> tuple[dict[str, float], Tensor | None]:
         """The means of the loss and its metrics with what ``finish_training_step`` says, and where the model measures
         tokens the share's log-probabilities and entropies, [2, b, t]."""
-        from nemo_edo.megatron.forward_backward import forward_backward
-
-        model = self.model
-        model.prepare_for_training_step()
-        metrics, tokens = forward_backward(
-            model.policy,
-            share,
-            model.loss,
-            exploration_weight=exploration_weight,
-            temperature=model.temperature,
-            keep_tokens=model.measures_tokens,
-        )
-        step = model.finish_training_step(metrics["loss"], grad_norm_limit=grad_norm_limit)
+        self.model.prepare_for_training_step()
+        metrics, tokens = self.model.loss_pass(share, exploration_weight)
+        step = self.model.finish_training_step(metrics["loss"], grad_norm_limit=grad_norm_limit)
         return {**metrics, **step}, self._if_asked(tokens)
 
     def exploration_gradient_ratio(self, share: Share, exploration_count: float) -> float:
