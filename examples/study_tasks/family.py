@@ -7,6 +7,7 @@ answer. The model of ``model.architecture`` gets a tokenizer of the words that t
     change     pay an amount with given coins: many different solutions are right
     chain      reasoning-gym's chain_sum, from left to right
     gcd        reasoning-gym's gcd, by Euclid's algorithm
+    lcm        reasoning-gym's lcm, merged two at a time in any order
     legs       reasoning-gym's leg_counting, animal by animal in any order
 """
 
@@ -25,7 +26,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.wording import did_you_mean
 
-TASKS = {"residues": "residues", "change": "change", "chain": "worked", "gcd": "worked", "legs": "worked"}
+TASKS = {"residues": "residues", "change": "change"} | dict.fromkeys(("chain", "gcd", "lcm", "legs"), "worked")
 """Where each task is: a function of its name, in a module of this package."""
 ATTEMPTS_PER_PROBLEM = 20
 """Items that are looked at for each problem, at most: small tasks repeat themselves."""

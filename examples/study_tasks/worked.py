@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ CHUNK = 1024
 """Items that a data set of reasoning-gym has; its seed is the chunk's number."""
 ERRORS = (-2, -1, 1, 2)
 """How far off a wrong result is."""
-_QUESTION = {"chain": r": (.*) =", "gcd": r": ([0-9, ]*)\.", "legs": r"if you have (.*)\?"}
+_QUESTION = {"chain": r": (.*) =", "gcd": r": ([0-9, ]*)\.", "lcm": r": ([0-9, ]*)$", "legs": r"if you have (.*)\?"}
 """What of reasoning-gym's question the prompt keeps: the sentence around it is the same in every problem."""
 
 
@@ -71,6 +72,26 @@ def gcd(mistakes: Mistakes, rng: random.Random, *, largest: int = 99) -> Iterato
             lines.append(f"{larger} % {smaller} = {stated}")
             larger, smaller = smaller, stated
         yield _worked("gcd", item, lines, larger, key=tuple(sorted(numbers)))
+
+
+def lcm(
+    mistakes: Mistakes, rng: random.Random, *, numbers: int = 4, smallest: int = 2, largest: int = 12
+) -> Iterator[Item]:
+    """lcm of a few numbers, merging any two in each step: ``4 & 6 = 12``. A wrong step gives another number that
+    divides the lcm of all."""
+    whole = math.lcm(*range(smallest, largest + 1))
+    results = [number for number in range(smallest, whole + 1) if whole % number == 0]
+
+    def stated_lcm(first: int, second: int) -> int:
+        right = math.lcm(first, second)
+        wrong = [other for other in results if other != right]
+        return mistakes.stated(unordered(first, second), right, wrong, rng)
+
+    settings = {"min_numbers": numbers, "max_numbers": numbers, "min_value": smallest, "max_value": largest}
+    for item in _items("lcm", settings, rng):
+        operands = tuple(item["metadata"]["numbers"])
+        *lines, last = derive(operands, stated_lcm, rng, "&").split("\n")
+        yield _worked("lcm", item, lines, int(last.removeprefix("#### ")), key=tuple(sorted(operands)))
 
 
 def legs(

@@ -174,13 +174,13 @@ def unordered(first: int, second: int) -> str:
     return f"{min(first, second)} {max(first, second)}"
 
 
-def derive(operands: Operands, add: Callable[[int, int], int], rng: random.Random) -> str:
-    """A derivation that merges random pairs, in random order of summands."""
+def derive(operands: Operands, add: Callable[[int, int], int], rng: random.Random, sign: str = "+") -> str:
+    """A derivation that merges random pairs, in random order: ``add`` gives the result, which ``sign`` stands for."""
     left = list(operands)
     lines = []
     while len(left) > 1:
         rng.shuffle(left)
         first, second = left.pop(), left.pop()
         left.append(add(first, second))
-        lines.append(f"{first} + {second} = {left[-1]}")
+        lines.append(f"{first} {sign} {second} = {left[-1]}")
     return "\n".join([*lines, f"#### {left[0]}"])

@@ -14,7 +14,7 @@ from nemo_edo.data.answers import final_answer
 from nemo_edo.errors import UserError
 
 SIZES = {"warmup_problems": 60, "train_problems": 20, "test_problems": 30}
-GYMS = ("chain", "gcd", "legs")
+GYMS = ("chain", "gcd", "lcm", "legs")
 """Tasks that reasoning-gym makes, which needs a C compiler."""
 EACH = [pytest.param(name, marks=pytest.mark.skipif(
     name in GYMS and find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")) for name in TASKS]
@@ -30,6 +30,8 @@ def right_answer(name: str, question: str) -> int | None:
         return eval(question)  # a sum of digits
     if name == "gcd":
         return math.gcd(*numbers)
+    if name == "lcm":
+        return math.lcm(*numbers)
     if name == "legs":
         found = re.findall(r"(\d+) (woodlouse|[a-z ]+?)s?(?:,|$)", question)
         kinds = [kind for _, kind in found]
