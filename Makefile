@@ -1,6 +1,8 @@
 # Environments are locked by uv: .venv by pyproject.toml and uv.lock, the others by requirements/. tools/uv finds uv and
 # a Python 3.12, or gets them; make PYTHON=/path/to/python3.12 names one.
 VENV ?= .venv
+# Containers often set it. Then every process of the tests would compile torch and the rest anew: twice the time to start.
+unexport PYTHONDONTWRITEBYTECODE
 SYNC := $(if $(PYTHON),PYTHON="$(PYTHON)") tools/uv sync --locked
 # reasoning-gym needs a package that is compiled as it is installed; its tests are skipped without.
 TRAINER := UV_PROJECT_ENVIRONMENT=$(VENV) $(SYNC) --extra trainer --extra bridge --extra completion \
