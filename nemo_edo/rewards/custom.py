@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from numbers import Real
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,19 +19,73 @@ from typing import Any
 from nemo_edo.config import RewardsConfig
 from nemo_edo.data.answers import AnswerFormat, canonical_number
 from nemo_edo.errors import PartlyGenerated, UserError
-from nemo_edo.rewards.function_calls import ARGUMENTS, COLUMN, IDS, SCORE, VOTE, Failure, Result, Signature
 from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 from nemo_edo.utils.files import file_name
+from nemo_edo.utils.import_path import load_function, said, wanted_arguments
 from nemo_edo.utils.wording import shown
 from nemo_edo.utils.worker_pool import TIMED_OUT, TaskFailure, WorkerPool
 
-_CALLS = "nemo_edo.rewards.function_calls"
+IDS = ("prompt_ids", "response_ids")
+ARGUMENTS = ("question", "response", "answer", "metadata", "final_answer", "solution", "problem_id", "finished", *IDS)
+"""What a function can take by name."""
+_PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "solutions", "problem_ids", "finished",
+           *IDS)  # fmt: skip
+COMPLETIONS = "completions"
+_TRL = {"prompts": "prompt", COMPLETIONS: "completion", "completion_ids": "response_ids"}
+_VERL = {"data_source": "data_source", "solution_str": "response", "ground_truth": "answer", "extra_info": "extra_info"}
+_FORMS: tuple[tuple[set[str], bool, dict[str, str]], ...] = (
+    ({COMPLETIONS}, True, _TRL),
+    ({"solution_strs"}, True, {f"{name}s": field for name, field in _VERL.items()}),
+    ({"solution_str"}, False, _VERL),
+    ({"responses", "final_answers"}, True, dict(zip(_PLURAL, ARGUMENTS, strict=True))),
+    (set(), False, dict(zip(ARGUMENTS, ARGUMENTS, strict=True))),
+)
+"""The forms of functions: the parameters that mark each, whether it takes lists, and what its parameters get. TRL's
+also takes columns of the data by their names. The last form needs no mark."""
+COLUMN = "column "
+"""Begins what a parameter gets that is the name of a column."""
+SCORE = "score"
+"""The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
+LARGEST = 1e12
+"""Rewards are trained on in float32: there the squares of these, times weights, add up to a finite number."""
+VOTE = "vote"
+"""The entry of a dict that votes compare: the answer that the response states, as a text that equal answers share, or
+None. It must not depend on what is right: a vote at test time does not know that."""
+_EXPECTED = f"expected a number from {-LARGEST:g} to {LARGEST:g}, or a dict of named ones"
+
+Result = dict[str, Any]
+"""A response's reward as ``SCORE``, named parts, and ``VOTE`` where the function gave it."""
+
+
+@dataclass(frozen=True)
+class Signature:
+    batch: bool
+    """Whether it takes lists."""
+    concurrent: bool
+    """Whether it is ``async`` and takes one response: then a call is of many, at the same time."""
+    arguments: dict[str, str]
+    """The function's parameters, and what each gets: one of ``ARGUMENTS``, or of TRL's or verl's."""
+    optional: frozenset[str]
+    """The parameters that have a default."""
+    all_columns: bool
+    """Whether it takes every column of the data by name."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call has no result."""
+
+    reason: str
+    """What the function did, without its name."""
+    traceback: str = ""
+    row: int = 0
+    """The response among the call's that it is about."""
 
 
 class CustomScorer:
     """Scores responses, unfinished ones included, by the weighted sum of functions. Final answers are only for votes:
-    the first that a function returns (``function_calls.VOTE``), otherwise what the response states.
+    the first that a function returns (``VOTE``), otherwise what the response states.
 
     The time limit is wall time for one response; a call with several has the sum of theirs. failures: the folder that a
     response is written to whose scoring failed. require_unchanged: called before the functions' modules are imported,
@@ -63,7 +124,7 @@ class CustomScorer:
             return
         self._require_unchanged()
         asked = [(one.path, key) for key, one in self._functions.values()]
-        signatures = self._pool.run(f"{_CALLS}:signature", asked)
+        signatures = self._pool.run("nemo_edo.rewards.custom:signature", asked)
         for (_, key), signature in zip(asked, signatures, strict=True):
             if isinstance(signature, TaskFailure):
                 raise UserError(f"{key}: importing it ended its process (exit status {signature.exit_status})")
@@ -108,10 +169,21 @@ class CustomScorer:
                     kept -= 1
                 responses = responses[:kept]
                 stopped = self._described(name, failed, failure)
-        scored = [
-            self._scored(response, {name: results[row] for name, results in of_functions.items()})
-            for row, response in enumerate(responses)
-        ]
+        scored = []
+        for row, response in enumerate(responses):
+            parts: dict[str, float] = {}  # of several functions, with their names
+            own = {name: results[row] for name, results in of_functions.items()}
+            for name, result in own.items():
+                prefix = f"{name}." if len(own) > 1 else ""
+                parts |= {name: result[SCORE]} if prefix else {}
+                parts |= {prefix + part: value for part, value in result.items() if part not in (SCORE, VOTE)}
+            total = math.fsum(self._functions[name][1].weight * result[SCORE] for name, result in own.items())
+            listed = ", ".join(f"{name} {value:g}" for name, value in parts.items())
+            reason = f"reward {total:g}{f' ({listed})' if listed else ''}"
+            stated = None if response.answer is None else canonical_number(response.answer) or response.answer
+            answer = next((result[VOTE] for result in own.values() if VOTE in result), stated)
+            answer = answer if response.rollout.finished else None
+            scored.append(response.scored(total, answer, reason, parts, self._success_at))
         if stopped is not None:
             raise PartlyGenerated(stopped, scored)
         return scored
@@ -139,7 +211,7 @@ class CustomScorer:
                     return results, Failure(f"takes the {missing}, which the data has not; there are {there}", row=row)
             arguments = {name: [one[field] for one in given] for name, field in fields.items()}
             call = (function.path, key, arguments, signature, len(rows))
-            [answer] = self._pool.run(f"{_CALLS}:call", [call], wall_s=self._time_limit_s * len(rows))
+            [answer] = self._pool.run("nemo_edo.rewards.custom:call", [call], wall_s=self._time_limit_s * len(rows))
             if isinstance(answer, TaskFailure):
                 self._signatures = {}  # a new worker imports the functions, which may take longer than a call
                 each = f" for each of {len(rows)} responses" if len(rows) > 1 else ""
@@ -169,22 +241,6 @@ class CustomScorer:
             f"({problem.source}): {failure.reason}; the response is in {path}"
         )
 
-    def _scored(self, response: Response, results: Mapping[str, Result]) -> ScoredRollout:
-        """The response with the weighted sum of the functions' scores. Of several functions, parts begin with the
-        name."""
-        parts: dict[str, float] = {}
-        for name, result in results.items():
-            prefix = f"{name}." if len(results) > 1 else ""
-            parts |= {name: result[SCORE]} if prefix else {}
-            parts |= {prefix + part: value for part, value in result.items() if part not in (SCORE, VOTE)}
-        total = math.fsum(self._functions[name][1].weight * result[SCORE] for name, result in results.items())
-        listed = ", ".join(f"{name} {value:g}" for name, value in parts.items())
-        reason = f"reward {total:g}{f' ({listed})' if listed else ''}"
-        stated = None if response.answer is None else canonical_number(response.answer) or response.answer
-        answer = next((result[VOTE] for result in results.values() if VOTE in result), stated)
-        answer = answer if response.rollout.finished else None
-        return response.scored(total, answer, reason, parts, self._success_at)
-
     def _arguments(self, response: Response) -> dict[str, Any]:
         """All that a function can ask for."""
         problem, own, text = response.problem, _own(response), response.rollout.text
@@ -207,3 +263,100 @@ def _own(response: Response) -> dict[str, Any]:
     values = (problem.question, rollout.text, problem.answer, dict(problem.metadata), response.answer)
     ids = list(rollout.prompt_ids), list(rollout.response_ids)
     return dict(zip(ARGUMENTS, (*values, problem.solution, problem.id, rollout.finished, *ids), strict=True))
+
+
+# --- in the worker process --------------------------------------------------------------------------------------------
+
+
+def signature(path: str, key: str) -> Signature | UserError:
+    """Of the function that the setting ``key`` names; an error for one that is missing, or whose parameters cannot be
+    given."""
+    try:
+        function = _function(path, key)
+        declared = inspect.signature(function).parameters
+        _, batch, names = next(form for form in _FORMS if not form[0] or form[0] & declared.keys())
+        is_trl, variable = names is _TRL, any(one.kind is one.VAR_KEYWORD for one in declared.values())
+        if is_trl:
+            own = [name for name, one in declared.items() if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+            names = {**{name: COLUMN + name for name in own}, **names}
+        wanted = wanted_arguments(function, names, f"{key} ({path})")
+        # A function of **kwargs has no need of thousands of ids.
+        wanted = [name for name in wanted if is_trl or name not in IDS or name in declared]
+    except UserError as error:
+        return error
+    called = function if inspect.isroutine(function) else type(function).__call__
+    concurrent = inspect.iscoroutinefunction(called) and not batch
+    optional = frozenset(name for name, one in declared.items() if one.default is not one.empty)
+    return Signature(batch, concurrent, {name: names[name] for name in wanted}, optional, is_trl and variable)
+
+
+def call(
+    path: str, key: str, arguments: Mapping[str, list], signature: Signature, responses: int
+) -> list[Result] | Failure:
+    """The ``Result`` of each response. arguments: lists."""
+    function = _function(path, key)
+    try:
+        if signature.batch:
+            returned = function(**arguments)
+        else:
+            rows = [{name: values[row] for name, values in arguments.items()} for row in range(responses)]
+            returned = [function(**row) for row in rows]
+        if signature.concurrent:
+            returned = asyncio.run(_all(returned))
+        elif inspect.isawaitable(returned):
+            [returned] = asyncio.run(_all([returned]))
+            if isinstance(returned, BaseException):
+                raise returned
+    except (Exception, SystemExit) as error:  # whatever a user's function raises is a user's error
+        return Failure(f"raised {said(error)}", traceback.format_exc())
+    finally:
+        sys.stdout.flush()  # a worker that is killed later has lost nothing
+    if hasattr(returned, "tolist"):  # an array or a tensor
+        returned = returned.tolist()
+    if not isinstance(returned, list | tuple) or len(returned) != responses:
+        size = f"{len(returned)} results" if isinstance(returned, list | tuple) else shown(returned)
+        return Failure(f"returned {size} for {responses} responses, expected a list with one for each")
+    results = []
+    for row, value in enumerate(returned):
+        if isinstance(value, BaseException):
+            return Failure(f"raised {said(value)}", "".join(traceback.format_exception(value)), row)
+        if isinstance(value, dict) and {"solution_str", "solution_strs"} & arguments.keys():  # verl logs texts as well
+            value = {name: v for name, v in value.items() if name in (SCORE, VOTE) or not isinstance(v, str | None)}
+        try:
+            # None of TRL's: the reward says nothing of this response.
+            results.append(as_result(0.0 if value is None and COMPLETIONS in arguments else value))
+        except ValueError as error:
+            return Failure(f"returned {error}", row=row)
+    return results
+
+
+async def _all(calls: Sequence[Awaitable[Any]]) -> list[Any]:
+    """What the calls return, or the exceptions that they raise."""
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def as_result(value: Any) -> Result:
+    """Raises ValueError for what is no reward."""
+    entries = dict(value) if isinstance(value, dict) else {SCORE: value}
+    vote = {VOTE: entries.pop(VOTE)} if VOTE in entries else {}
+    if not isinstance(vote.get(VOTE), str | None):
+        raise ValueError(f"{shown(vote[VOTE])} as {VOTE!r}; expected the answer as a text, or None")
+    if not entries:
+        raise ValueError(f"a dict without a number; {_EXPECTED}")
+    result: Result = {}
+    for name, one in entries.items():
+        number = one.item() if getattr(one, "shape", None) == () else one  # of NumPy and torch
+        if not isinstance(number, Real) or not -LARGEST <= number <= LARGEST:  # neither has NaN
+            entry = f"{shown(one)} as {name!r}" if isinstance(value, dict) else shown(one)
+            raise ValueError(f"{entry}; {_EXPECTED}")
+        result[str(name)] = float(number)
+    if SCORE not in result:
+        result = {SCORE: math.fsum(result.values()), **result}
+    if abs(result[SCORE]) > LARGEST:
+        raise ValueError(f"parts whose sum is {result[SCORE]:g}; {_EXPECTED}")
+    return vote | result
+
+
+@cache
+def _function(path: str, key: str) -> Callable[..., Any]:
+    return load_function(path, key)

@@ -134,7 +134,10 @@ def _same(gold: Value, answer: Value) -> bool:
         are_known = None not in (gold.since_midnight, answer.since_midnight)
         return gold.since_midnight == answer.since_midnight if are_known else gold.shown == answer.shown
     if isinstance(gold, Text) or isinstance(answer, Text):
-        return _same_text(gold, answer)
+        if gold == answer or not any(isinstance(one, Text) and one.is_choice for one in (gold, answer)):
+            return gold == answer
+        letters = {(one.words if isinstance(one, Text) else getattr(one, "text", "")).upper() for one in (gold, answer)}
+        return len(letters) == 1 and not all(getattr(one, "rest", "") for one in (gold, answer))
     if isinstance(gold, Number) and isinstance(answer, Number):
         return _same_measure(gold, answer)
     brackets = {getattr(one, "brackets", None) for one in (gold, answer)}
@@ -144,15 +147,6 @@ def _same(gold: Value, answer: Value) -> bool:
     if brackets & {"::", "to"}:
         return _same_ratio(gold, answer)
     return isinstance(gold, Items) and isinstance(answer, Items) and _same_items(gold, answer)
-
-
-def _same_text(gold: Value, answer: Value) -> bool:
-    if gold == answer:
-        return True
-    if not any(isinstance(one, Text) and one.is_choice for one in (gold, answer)):
-        return False
-    letters = {(one.words if isinstance(one, Text) else getattr(one, "text", "")).upper() for one in (gold, answer)}
-    return len(letters) == 1 and not all(getattr(one, "rest", "") for one in (gold, answer))
 
 
 def _same_items(gold: Items, answer: Items) -> bool:

@@ -221,7 +221,19 @@ class Judge:
         responses = read_responses(rollouts, problems, self._answers)
         asked = [one for one in responses if one.answer is not None and len(one.answer) <= LONGEST_ANSWER]
         outcomes, stopped = self._outcomes(asked)
-        judged = iter(zip(outcomes, self._by_rules(asked, outcomes), strict=True))
+        rules: list[bool | None] = [None] * len(asked)  # None: no verdict of the judge, not for rules, or they failed
+        if self._rules is not None:
+            comparable = [
+                place
+                for place, (one, outcome) in enumerate(zip(asked, outcomes, strict=True))
+                if one.problem.answer_kind != TEXT and isinstance(outcome, bool)
+            ]
+            pairs = [(asked[place].problem.answer, asked[place].answer) for place in comparable]
+            for place, verified in zip(comparable, self._rules.verify(pairs), strict=True):
+                if verified.failure is None:
+                    rules[place] = verified.correct
+                    self.report.agreement[outcomes[place], verified.correct] += 1
+        judged = iter(zip(outcomes, rules, strict=True))
         scored = []
         for response in responses:
             if response.answer is None:
@@ -270,22 +282,6 @@ class Judge:
         report.abstained += reasons
         report.judged += sum(isinstance(found.get(key), bool) for key in keys)
         return [found.get(key, "it was not asked") for key in keys], stopped
-
-    def _by_rules(self, responses: Sequence[Response], outcomes: Sequence[bool | str]) -> list[bool | None]:
-        """The rules' verdicts on what has a judge's; None where they do not apply or fail."""
-        rules: list[bool | None] = [None] * len(responses)
-        if self._rules is not None:
-            comparable = [
-                place
-                for place, (one, outcome) in enumerate(zip(responses, outcomes, strict=True))
-                if one.problem.answer_kind != TEXT and isinstance(outcome, bool)
-            ]
-            pairs = [(responses[place].problem.answer, responses[place].answer) for place in comparable]
-            for place, verified in zip(comparable, self._rules.verify(pairs), strict=True):
-                if verified.failure is None:
-                    rules[place] = verified.correct
-                    self.report.agreement[outcomes[place], verified.correct] += 1
-        return rules
 
     def _ask(
         self,
