@@ -155,32 +155,27 @@ def install() -> None:
 ONLY_GRPO = "the launcher serves scripts that use setup of nemo_rl.algorithms.grpo, not PPO and the single controller"
 
 
-def check_script(script: str) -> None:
-    """Exits with a message for a script whose loss the launcher cannot replace, before it loads anything: by what it
-    imports, as the single controller makes its loss in another process."""
-    tree = ast.parse(Path(script).read_text(encoding="utf-8"), script)
-    imported = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
-    imported |= {
-        f"{node.module}.{name.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for name in node.names
-    }
+def main(arguments: list[str]) -> None:
+    """Runs one of NeMo-RL's scripts, with its arguments, after ``install``. Exits with a message without a script, and
+    for one whose loss the launcher cannot replace."""
+    if not arguments:
+        sys.exit("usage: python -m nemo_edo.adapters.nemo_rl examples/run_grpo.py [its arguments]")
+    # A script whose loss cannot be replaced is refused before it loads anything, by what it imports: the single
+    # controller makes its loss in another process.
+    script = arguments[0]
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse(Path(script).read_text(encoding="utf-8"), script)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported |= {f"{module}{name.name}" for name in node.names}
     others = sorted(one for one in imported if re.search(r"single_controller|algorithms\.ppo", one))
     if others or not imported & {"nemo_rl.algorithms.grpo", "nemo_rl.algorithms.grpo.setup"}:
         found = f"it imports {others[0]}" if others else "it does not import that"
         sys.exit(f"{script}: {ONLY_GRPO}; {found}. It would train without the exploration term")
-
-
-def main(arguments: list[str]) -> None:
-    """Runs one of NeMo-RL's scripts, with its arguments, after ``install``. Exits with a message without a script."""
-    if not arguments:
-        sys.exit("usage: python -m nemo_edo.adapters.nemo_rl examples/run_grpo.py [its arguments]")
-    check_script(arguments[0])
     # By its importable name, and not as __main__: Ray's workers must find the class of the loss.
     importlib.import_module("nemo_edo.adapters.nemo_rl").install()
     sys.argv = arguments
-    runpy.run_path(arguments[0], run_name="__main__")
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

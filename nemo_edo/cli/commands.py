@@ -32,7 +32,16 @@ def _train(args: argparse.Namespace) -> int:
     if args.multirun:
         if args.print_config:
             raise UserError("--print-config is for one run: leave out -m")
-        return _sweep(args, overrides)
+        from nemo_edo.experiments.sweep import plan_sweep, run_sweep
+
+        if "RANK" in os.environ:
+            raise UserError("a sweep starts its runs' processes itself: use --processes N instead of torchrun")
+        sweep = plan_sweep(args.config_name, overrides, args.config_path)
+        failures = run_sweep(sweep, jobs=args.jobs or 1, processes=args.processes or 1)
+        _tell_failures(failures)
+        print(f"{len(sweep.cells) - len(failures)} of {len(sweep.cells)} runs have finished.")
+        print(f"To write their report: nemo-edo report {shlex.quote(str(sweep.folder))}")
+        return 1 if failures else 0
     if args.jobs or args.processes:
         raise UserError("--jobs and --processes are for sweeps: add -m")
     from nemo_edo.config import RewardModelRunConfig
@@ -57,19 +66,6 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sweep(args: argparse.Namespace, overrides: list[str]) -> int:
-    from nemo_edo.experiments.sweep import plan_sweep, run_sweep
-
-    if "RANK" in os.environ:
-        raise UserError("a sweep starts its runs' processes itself: use --processes N instead of torchrun")
-    sweep = plan_sweep(args.config_name, overrides, args.config_path)
-    failures = run_sweep(sweep, jobs=args.jobs or 1, processes=args.processes or 1)
-    _tell_failures(failures)
-    print(f"{len(sweep.cells) - len(failures)} of {len(sweep.cells)} runs have finished.")
-    print(f"To write their report: nemo-edo report {shlex.quote(str(sweep.folder))}")
-    return 1 if failures else 0
-
-
 def _launch(args: argparse.Namespace) -> None:
     from nemo_edo.cluster.launch import launch, plan, plan_selftest, time_plan
 
@@ -85,7 +81,7 @@ def _launch(args: argparse.Namespace) -> None:
 
 
 def _collect(args: argparse.Namespace) -> None:
-    cfg = _named_config(args)
+    cfg = _named_config(args)  # checked before _jobs imports torch
     _jobs().collect(cfg, args.arm)
 
 
@@ -300,9 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     if not is_worker and args.command in WITH_WORKERS:
         limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         if most != resource.RLIM_INFINITY and most < OPEN_FILES:
-            few = f"ulimit -n is {most}: a run opens more files than that; raise it to {OPEN_FILES} or more"
-            _tell(f"nemo-edo: error: {few}")
-            return 2
+            return _error(f"ulimit -n is {most}: a run opens more files than that; raise it to {OPEN_FILES} or more")
         if limit != resource.RLIM_INFINITY:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, OPEN_FILES), most))
     status = _run(args, is_worker=is_worker)
@@ -317,42 +311,35 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def serve() -> int:
-    """Works for the first rank's command until it ends."""
-    # Where that command ends before the ranks have met, torch would print a stack of C++ behind its message.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    _quiet()
-    from nemo_edo.worker.serve import serve as serve_calls
-
-    return serve_calls()
-
-
 def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
     try:
         check_ranks()
-        return serve() if is_worker else RUN[args.command](args) or 0
+        if not is_worker:
+            return RUN[args.command](args) or 0
+        # Where the first rank's command ends before the ranks have met, torch would print a stack of C++ behind its
+        # message.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        _quiet()
+        from nemo_edo.worker.serve import serve
+
+        return serve()
     except UserError as error:
-        _tell(f"nemo-edo: error: {error}")
-        return 2
+        return _error(str(error))
     except ModuleNotFoundError as error:
         lacking = what_trainer_lacks()
         if lacking is None:  # not for want of an installation
             raise
-        _tell(f"nemo-edo: error: {args.command} needs {error.name}, and {lacking}")
-        return 2
+        return _error(f"{args.command} needs {error.name}, and {lacking}")
     except OSError as error:
         if error.errno not in CANNOT_WRITE:
             raise
         place = f"{error.filename}: " if error.filename else ""
-        message = f"{place}{error.strerror}; make room or give access, and rerun the command"
-        _tell(f"nemo-edo: error: {message}")
-        return 2
+        return _error(f"{place}{error.strerror}; make room or give access, and rerun the command")
     except WorkerFailed as failed:
-        _tell(f"nemo-edo: error: {failed}\nnemo-edo: rerun the command to resume")
-        return 1
+        return _error(f"{failed}\nnemo-edo: rerun the command to resume", 1)
     except StoppedByGuard as stopped:
         hint = "its state is saved; the same command resumes it, if necessary with other guards.* settings"
-        _tell(f"nemo-edo: stopped by a guard: {stopped}\nnemo-edo: {hint}", main_only=True)
+        say(f"nemo-edo: stopped by a guard: {stopped}\nnemo-edo: {hint}", file=sys.stderr)
         return STOPPED_BY_GUARD
     except RunStopped as stopped:
         say(f"nemo-edo: {stopped}; the same command resumes the run", file=sys.stderr)
@@ -362,7 +349,7 @@ def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
         return 128 + signal.SIGINT
 
 
-def _tell(message: str, *, main_only: bool = False) -> None:
-    """Prints an error: what it quotes of files and servers reaches the terminal escaped."""
-    if not main_only or os.environ.get("RANK", "0") == "0":
-        print(printable(message), file=sys.stderr)
+def _error(message: str, status: int = 2) -> int:
+    """Prints an error, of which what it quotes of files and servers reaches the terminal escaped; the exit status."""
+    print(printable(f"nemo-edo: error: {message}"), file=sys.stderr)
+    return status

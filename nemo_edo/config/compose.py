@@ -22,6 +22,7 @@ from nemo_edo.config.checks import SettingError, setting_types
 from nemo_edo.config.hydra import DEFAULT, ConfigError, compose_values, search_order
 from nemo_edo.config.run import REPLICATE, baseline_arm
 from nemo_edo.config.shipped import shipped_config_dir
+from nemo_edo.utils.files import flattened
 
 TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
 NOT_GIVEN = "(not given)"
@@ -76,7 +77,8 @@ def _composed(
         known = ", ".join(name for name in JOBS if name)
         raise ConfigError(f"{JOB} is {job!r}, expected one of {known} ({sources.place(JOB)})")
     values = _merged(_structured(JOBS[job]), given, "", sources.place)
-    missing = _missing(OmegaConf.to_container(given))
+    # OmegaConf's own list of them resolves interpolations, which may be mistakes.
+    missing = [key for key, value in flattened(OmegaConf.to_container(given)).items() if value == "???"]
     if missing and complete:
         places = [f"{key} ({sources.place(key)})" for key in missing]
         raise ConfigError(f"a value is needed for {', '.join(places)}; on the command line: KEY=VALUE")
@@ -89,17 +91,6 @@ def _composed(
             if differences.get("algorithm") == cfg.algorithm:
                 del differences["algorithm"]
     return cfg, missing
-
-
-def _missing(values: dict, prefix: str = "") -> list[str]:
-    """The full keys whose value is ``???``; OmegaConf's own list resolves interpolations, which may be mistakes."""
-    found = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found += _missing(value, f"{prefix}{name}.")
-        elif value == "???":
-            found.append(f"{prefix}{name}")
-    return found
 
 
 def resolved_yaml(cfg: RunConfig | RewardModelRunConfig) -> str:
@@ -173,7 +164,10 @@ def _merged(schema: DictConfig, values: DictConfig, prefix: str, place: Callable
         path = error.full_key.partition("[")[0]
         given, key = OmegaConf.select(values, path), f"{prefix}{path}"
         given = OmegaConf.to_container(given) if isinstance(given, Container) else given
-        raise ConfigError(f"{key} is {given!r}, expected {_type_name(keys.get(key, dict))} ({place(key)})") from error
+        hint = keys.get(key, dict)
+        types = get_args(hint) if get_origin(hint) is Union else (hint,)
+        expected = " or ".join(TYPE_NAMES.get(one, "a mapping") for one in types)
+        raise ConfigError(f"{key} is {given!r}, expected {expected} ({place(key)})") from error
 
 
 def _built(node: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:
@@ -198,13 +192,6 @@ def _built(node: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:
         found = place(f"{prefix}{error.key}")
         found = place(prefix.rstrip(".")) if found == DEFAULT and prefix else found
         raise ConfigError(f"{prefix}{error} ({found})") from error
-
-
-def _type_name(hint: Any) -> str:
-    """``Optional[float]`` in words: a number or null."""
-    if get_origin(hint) is Union:
-        return " or ".join(_type_name(part) for part in get_args(hint))
-    return TYPE_NAMES.get(hint, "a mapping")
 
 
 MOST = 5

@@ -32,14 +32,6 @@ Prompt = Annotated[str, Constraint(lambda text: "{question}" in text, "a text th
 Benchmark = Annotated[str, one_of(*BENCHMARKS)]
 
 
-def _regex_error(pattern: str) -> str | None:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        return str(error)
-    return None
-
-
 @dataclass
 class ArithmeticConfig(Section):
     """The built-in task: sum a few numbers, merging any two of those left in each step
@@ -137,8 +129,10 @@ class DataConfig(Section):
         pattern = self.answer_pattern
         matches = (pattern is not None) == (self.answer_format == PATTERN)
         yield matches, "answer_pattern", "a pattern with data.answer_format=pattern, and only then"
-        wrong = _regex_error(pattern or "")
-        yield wrong is None, "answer_pattern", f"a regular expression ({wrong})"
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            yield False, "answer_pattern", f"a regular expression ({error})"
 
     @property
     def is_built_in(self) -> bool:

@@ -72,7 +72,14 @@ class Sources:
             if names[1].startswith(names[0]) or names[0].startswith(names[1]):
                 return f"command line: {override.input_line}"
         for path, package in reversed(self.files):
-            if line := _line_of(path, key, package):
+            if package and not key.startswith(f"{package}."):
+                continue
+            node, line = yaml.compose(path.read_text(encoding="utf-8")), None
+            for part in key[len(package) :].lstrip(".").split("."):
+                entries = node.value if isinstance(node, yaml.MappingNode) else []
+                found = ((name.start_mark.line + 1, value) for name, value in entries if name.value == part)
+                line, node = next(found, (None, None))
+            if line:
                 return f"{_shown(path)}:{line}"
         return DEFAULT
 
@@ -154,7 +161,7 @@ def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
 
 
 def _parsed(parser: OverridesParser, line: str, texts: Collection[str]) -> Override:
-    """One override. A value of ``texts`` that Hydra takes for a number, or cannot read, is the text as it is."""
+    """A value of ``texts`` that Hydra takes for a number, or cannot read, is the text as it is."""
     key, equals, value = line.partition("=")
     is_text = key.lstrip("+") in texts and equals
     try:
@@ -241,15 +248,3 @@ def _choices(name: str, names: list[str]) -> str:
 
 def _shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def _line_of(path: Path, key: str, package: str) -> int | None:
-    """The line of a YAML file that sets the key, if the file does."""
-    if package and not key.startswith(f"{package}."):
-        return None
-    node, line = yaml.compose(path.read_text(encoding="utf-8")), None
-    for part in key[len(package) :].lstrip(".").split("."):
-        entries = node.value if isinstance(node, yaml.MappingNode) else []
-        found = ((name.start_mark.line + 1, value) for name, value in entries if name.value == part)
-        line, node = next(found, (None, None))
-    return line

@@ -248,25 +248,6 @@ class RunConfig(Section):
         yield from self.only_if(not nothing, untrained, "sft.steps", "generation.placement")
         both = nothing or self.data.source is not None or (self.data.train is None) == (self.data.test is None)
         yield both, "data.train", "a file with data.test, or neither for the built-in task"
-        yield from self._rules_of_generation()
-        for section in ("sft", "grpo", "idpo"):
-            self.check_training(getattr(self, section), section)
-        if self.has_arms and not self.arms:
-            self.check_arm(getattr(self, self.algorithm), self.algorithm)
-        metrics = self.evaluation.metrics
-        for name, metric in (("checkpoint.best", self.checkpoint.best), ("early_stop.metric", self.early_stop.metric)):
-            yield metric is None or metric in metrics, name, f"null or one of {', '.join(metrics)}"
-            yield from self.only_if(self.has_arms, f"with algorithm {self.algorithm}, which trains no arm", name)
-            during = "null, or evaluations during the training: set evaluation.every"
-            yield metric is None or self.evaluation.every > 0, name, during
-
-    @property
-    def has_arms(self) -> bool:
-        """Whether the run trains arms; the single unnamed arm counts."""
-        return self.algorithm in ALGORITHMS
-
-    def _rules_of_generation(self) -> Iterator[Rule]:
-        """What the engine can do, and whether the model has room for a response."""
         backend, sampling = self.generation.backend, self.sampling
         splits = ("parallelism.context_parallel_size", "parallelism.expert_model_parallel_size")
         yield from self.only_if(backend != IN_PROCESS, f"with generation.backend {IN_PROCESS}", *splits)
@@ -285,6 +266,21 @@ class RunConfig(Section):
             whole = f"{where}: only there is its log-probability that of the whole distribution that is sampled"
             yield from self.only_if(False, whole, "sampling.temperature")
             yield from self.only_if(False, f"{where}: its servers know no other", "evaluation.temperature")
+        for section in ("sft", "grpo", "idpo"):
+            self.check_training(getattr(self, section), section)
+        if self.has_arms and not self.arms:
+            self.check_arm(getattr(self, self.algorithm), self.algorithm)
+        metrics = self.evaluation.metrics
+        for name, metric in (("checkpoint.best", self.checkpoint.best), ("early_stop.metric", self.early_stop.metric)):
+            yield metric is None or metric in metrics, name, f"null or one of {', '.join(metrics)}"
+            yield from self.only_if(self.has_arms, f"with algorithm {self.algorithm}, which trains no arm", name)
+            during = "null, or evaluations during the training: set evaluation.every"
+            yield metric is None or self.evaluation.every > 0, name, during
+
+    @property
+    def has_arms(self) -> bool:
+        """Whether the run trains arms; the single unnamed arm counts."""
+        return self.algorithm in ALGORITHMS
 
     def check_arm(self, training: ArmConfig, section: str) -> None:
         """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""

@@ -77,10 +77,6 @@ class Benchmark:
         """The official columns, in words."""
         return f"the columns {', '.join(names[0] for names in self.columns.values())} of {self.title} ({self.hub})"
 
-    def split_of(self, split: str) -> str:
-        """``split``, or the only one that there is."""
-        return split if split in self.splits else next(iter(self.splits))
-
 
 def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
     """The solution is without calculator annotations (``48/2=<<48/2=24>>24`` becomes ``48/2=24``), as is usual where no

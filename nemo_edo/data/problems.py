@@ -122,19 +122,14 @@ def load_problems(
 ) -> LoadedProblems:
     """The problems of a file, in its order.
 
-    A file with a manifest next to it is what ``write_problems`` wrote: its checksum, its rows and, if given, the
-    benchmark have to be the manifest's. Otherwise it has rows with the named ``columns``, as they are; or where none is
-    named those of ``benchmark``'s official files, or without one GSM8K's. ``check_rows``: a benchmark's file must have
-    as many rows as the official ``split``; otherwise another number is a warning.
-    Solutions lose GSM8K's calculator annotations; nothing else of the text is changed. Blank lines and a UTF-8 byte
-    order mark are passed over, and GSM8K's questions that differ only in white space count as duplicates: all but the
-    first are bad rows. (Official files of benchmarks may repeat some.) The other columns are the problem's metadata.
+    A file with a manifest next to it is what ``write_problems`` wrote, and has to be what the manifest says. Otherwise
+    it has rows with the named ``columns``; or where none is named those of ``benchmark``'s official files, or without
+    one GSM8K's, where questions that differ only in white space are bad rows, but for the first. Solutions lose GSM8K's
+    calculator annotations; nothing else of the text is changed. The other columns are the problem's metadata.
 
-    ``on_bad_rows``: ``"error"`` stops at a file with bad rows, ``"skip"`` leaves them out and returns them in
-    ``skipped``.
-
-    Raises ProblemFileError (a ValueError): the file cannot be read, has no rows, has bad rows (``"error"``), or
-    nothing but bad rows; it is another benchmark's, or of another version; it is not what its manifest says.
+    on_bad_rows: error stops at a file with bad rows, skip returns them in ``skipped``. check_rows: whether another
+    number of rows than the official ``split`` has is an error; otherwise it is a warning.
+    Raises ProblemFileError (a ValueError) for what cannot be read, bad rows, no good ones, and another benchmark's.
     """
     path = Path(path)
     if manifest_path(path).is_file():
@@ -167,7 +162,7 @@ def read_benchmark(
     loaded = read_problems(
         path, rows, lambda row: benchmark.problem(row, stem), on_bad_rows, f"expected {benchmark.expected}"
     )
-    split = benchmark.split_of(split)
+    split = split if split in benchmark.splits else next(iter(benchmark.splits))  # the only one
     if len(rows) != benchmark.splits[split]:
         other = (
             f"{path}: has {len(rows)} rows, but {benchmark.title}'s {split} split has {benchmark.splits[split]} "

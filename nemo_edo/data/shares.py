@@ -6,6 +6,7 @@ Rows of a micro-batch are padded to the longest, or packed one after the other, 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -227,9 +228,16 @@ def _packs(lengths: Sequence[int], ranks: int, tokens: int, unit: int, prompts: 
     if longest > tokens:
         raise ValueError(f"{unit} rows of {longest} tokens together exceed the {tokens} tokens of a pack")
     pieces, sizes = zip(*_pieces(lengths, prompts, ranks, tokens, unit), strict=True)
-    count = ranks * math.ceil(sum(sizes) / tokens / ranks)
-    while (packs := _even_packs(sizes, count, tokens)) is None:
-        count += ranks
+    longest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])  # stable: the same on every rank
+    for count in itertools.count(ranks * math.ceil(sum(sizes) / tokens / ranks), ranks):
+        packs: list[list[int]] = [[] for _ in range(count)]
+        loads = [(0, place) for place in range(count)]
+        for index in longest_first:
+            load, place = loads[0]
+            packs[place].append(index)
+            heapq.heapreplace(loads, (load + sizes[index], place))
+        if max(loads)[0] <= tokens:
+            break
     packs.sort(key=lambda pack: -sum(sizes[index] for index in pack))
     rows = [[row for index in sorted(pack) for row in pieces[index]] for pack in packs]
     return [rows[rank::ranks] for rank in range(ranks)]
@@ -259,19 +267,6 @@ def _pieces(
 def _weight(copies: int, saved: int) -> int:
     """The tokens of a pack that rows with ``copies`` tokens take, ``saved`` of which are shared."""
     return max(copies - saved, math.ceil(copies / COPIES))
-
-
-def _even_packs(sizes: Sequence[int], count: int, tokens: int) -> list[list[int]] | None:
-    """``count`` packs of the indices of ``sizes``; None where one would exceed ``tokens``."""
-    packs: list[list[int]] = [[] for _ in range(count)]
-    loads = [(0, place) for place in range(count)]
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable: the same on every rank
-        load, place = loads[0]
-        if load + sizes[index] > tokens:
-            return None
-        packs[place].append(index)
-        heapq.heapreplace(loads, (load + sizes[index], place))
-    return packs
 
 
 def require_tokens(batch: TrainingBatch) -> None:

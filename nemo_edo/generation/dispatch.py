@@ -91,7 +91,12 @@ class Dispatcher:
                 for task in tasks:
                     task.cancel()
 
-        allow_open_files(len(self._replicas) * self._settings.max_in_flight)
+        # The usual limit is 1,024 files, of which the run has some.
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        needed = len(self._replicas) * self._settings.max_in_flight + FILES_OF_A_RUN
+        if soft < needed and soft != resource.RLIM_INFINITY:
+            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         run_tasks(post_all())
 
     # --- one request ----------------------------------------------------------------------------------------------
@@ -159,9 +164,15 @@ class Dispatcher:
     # --- supervision of one replica ---------------------------------------------------------------------------------
 
     async def _supervise(self, server: _ReplicaState) -> None:
-        """Whenever the replica is in doubt, finds out whether it is well, and restarts or retires it."""
+        """Whenever the replica is in doubt (after a fault, the end of its process, or, if it is managed, silence in spite
+        of requests), finds out whether it is well, and restarts or retires it."""
         while not server.is_retired:
-            await server.wait_until_in_doubt()
+            while not server.fault.is_set() and not server.replica.has_ended:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(server.fault.wait(), CHECK_AFTER_S)
+                is_silent = server.in_flight > 0 and server.last_answer < _now() - CHECK_AFTER_S
+                if server.replica.is_managed and is_silent:
+                    break
             server.is_available = False
             await asyncio.sleep(server.wait_s)
             is_well = (not server.hangs and await self._answers(server)) or await self._restarted(server)
@@ -227,15 +238,6 @@ class _ReplicaState:
         self.wait_s = 0.0
         """Seconds for which it has asked for no requests."""
 
-    async def wait_until_in_doubt(self) -> None:
-        """Until a fault, the end of its process, or, of a managed replica, silence in spite of requests."""
-        while not self.fault.is_set() and not self.replica.has_ended:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.fault.wait(), CHECK_AFTER_S)
-            is_silent = self.in_flight > 0 and self.last_answer < _now() - CHECK_AFTER_S
-            if self.replica.is_managed and is_silent:
-                return
-
 
 async def _every(seconds: float, call: Callable[[], Any]) -> None:
     while True:
@@ -243,15 +245,6 @@ async def _every(seconds: float, call: Callable[[], Any]) -> None:
         awaitable = call()
         if awaitable is not None:
             await awaitable
-
-
-def allow_open_files(number: int) -> None:
-    """Lets this process have so many connections: the usual limit is 1,024 files, of which the run has some."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = number + FILES_OF_A_RUN
-    if soft < needed and soft != resource.RLIM_INFINITY:
-        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _now() -> float:

@@ -121,8 +121,11 @@ class MegatronEngine:
                         break
                     if alive < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
                         decoding.compact()
-                        if decoding.free_rows:
-                            self._refill(decoding, step)
+                        if decoding.free_rows:  # for waiting requests; the end of a prompt is a row's next token
+                            requests = decoding.refill(step)
+                            context, owner = self._read_prompts(decoding, requests)
+                            lengths = decoding.prompt_lengths[requests] - 1
+                            decoding.context.add(context, self._moved(owner), self._moved(lengths))
                     logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
         return rollouts
 
@@ -168,13 +171,6 @@ class MegatronEngine:
                 experts = recorded(self._chunks, tokens)[self._moved(owner[of_these] - rows.start)]
                 decoding.keep_experts(requests[of_these], _from_the_beginning(experts[..., 0]), experts)
         return joined(contexts, by_head=self._by_head), owner
-
-    def _refill(self, decoding: _Decoding, step: int) -> None:
-        """Waiting requests take the free rows; the end of a prompt is a row's next token."""
-        requests = decoding.refill(step)
-        context, owner = self._read_prompts(decoding, requests)
-        lengths = decoding.prompt_lengths[requests] - 1
-        decoding.context.add(context, self._moved(owner), self._moved(lengths))
 
     def _prefill_equal(self, decoding: _Decoding) -> Tensor | None:
         """Logits of each row's next token, where all are at the end of the shortest prompt. Rows with the same prompt

@@ -168,14 +168,10 @@ def _train_and_test(
     cfg: RewardModelRunConfig, folder: RunFolder, network: PreTrainedModel, data: StepData
 ) -> dict[str, Any]:
     collator = partial(collate, pad_id=network.config.pad_token_id)
-    trainer = NCETrainer(
-        cfg.train,
-        model=network,
-        args=_arguments(cfg, folder.path / "checkpoints"),
-        data_collator=collator,
-        train_dataset=data.groups[TRAIN],
-        eval_dataset=data.groups[VALIDATION],
-    )
+    checkpoints = folder.path / "checkpoints"
+    datasets = {"train_dataset": data.groups[TRAIN], "eval_dataset": data.groups[VALIDATION]}
+    arguments = _arguments(cfg, checkpoints)
+    trainer = NCETrainer(cfg.train, model=network, args=arguments, data_collator=collator, **datasets)
     for callback in (PrinterCallback, ProgressCallback):  # results.json has the log that they would print
         trainer.remove_callback(callback)
     measured = partial(ranking_accuracy, network, collator=collator, resamples=cfg.bootstrap, seed=cfg.seed)
@@ -183,7 +179,14 @@ def _train_and_test(
     # The fields of the Trainer's log that do not depend on the clock.
     kept = ("step", "epoch", "loss", "grad_norm", "learning_rate", "validation_all", "validation_one_prefix")
     before = {part: measured(data.groups[part]) for part in parts}  # the Trainer has moved the network to its device
-    trainer.train(resume_from_checkpoint=_last_checkpoint(folder.path / "checkpoints"))
+    complete = []
+    for path in checkpoints.glob("checkpoint-*"):
+        if (path / "trainer_state.json").is_file():  # written last; a kill leaves a folder without it
+            complete.append(path)
+        else:
+            shutil.rmtree(path)
+    newest = max(map(str, complete), key=lambda name: int(name.rpartition("-")[2]), default=None)
+    trainer.train(resume_from_checkpoint=newest)
     return {
         "data": {"run": cfg.data.run, "too_long": data.too_long, **data.counts()},
         "parameters": network.num_parameters(),
@@ -217,17 +220,6 @@ def _arguments(cfg: RewardModelRunConfig, folder: Path) -> TrainingArguments:
         remove_unused_columns=False,
         report_to=[],
     )
-
-
-def _last_checkpoint(folder: Path) -> str | None:
-    """The newest complete checkpoint; removes incomplete ones, which a kill leaves."""
-    complete = []
-    for path in folder.glob("checkpoint-*"):
-        if (path / "trainer_state.json").is_file():  # written last
-            complete.append(path)
-        else:
-            shutil.rmtree(path)
-    return max(map(str, complete), key=lambda name: int(name.rpartition("-")[2]), default=None)
 
 
 # --- how well it ranks ------------------------------------------------------------------------------------------------
