@@ -54,11 +54,8 @@ def row_bytes(layers: Sequence[Attention], *, prompt: int, response: int, vocabu
 
 
 def rows_that_fit(row: int, device: torch.device) -> int:
-    """The rows of ``row`` bytes on this rank for which every rank has memory: the same number on all ranks, which all
-    call it.
-
-    Raises UserError, on all ranks, where one of them has no room for a single row.
-    """
+    """The rows of ``row`` bytes for which every rank has memory: the same number on all ranks, which all call it.
+    Raises UserError, on all ranks, where one of them has no room for a single row."""
     # The doctor reads the numbers of this module without torch.
     from nemo_edo.parallel.free_memory import free_gpu_memory, free_host_memory, of_each_rank
 

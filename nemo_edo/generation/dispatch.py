@@ -36,11 +36,10 @@ def limit_s(tokens: int, of_a_token: float = ASSUMED_TOKEN_S) -> float:
 class Dispatcher:
     """Sends each request to the available replica with the fewest requests in flight, and retries it after a fault.
 
-    A fault, or a long silence of a managed replica, makes a replica unavailable. Once the time of a Retry-After is
-    over, it is available again as soon as it answers a health check or one of its requests within ``health_limit_s``.
-    Otherwise it is restarted (a server that the run does not manage: its return is waited for); after ``restarts``
-    restarts in a row without an answer it is retired. A restart ends its requests, which go to other replicas; a server
-    that the run does not manage keeps its requests until ``request_limit_s``.
+    A fault, or a long silence of a managed replica, makes a replica unavailable until, after the time of a Retry-After,
+    it answers a health check or one of its requests within ``health_limit_s``. Otherwise it is restarted, and its
+    requests go to others (a server that the run does not manage keeps them until ``request_limit_s``, and is waited
+    for); after ``restarts`` restarts in a row without an answer it is retired.
     """
 
     def __init__(
@@ -65,12 +64,9 @@ class Dispatcher:
         hand_over: Callable[[], None] | None = None,
     ) -> None:
         """Posts all bodies, and calls ``read(index, answer)`` for each JSON answer as it arrives; where that raises
-        Fault, the answer does not fit, and the request is sent again. check: called often. hand_over: called now and
-        then, in another thread. What either raises ends the requests.
-
-        Raises ServerError where a server refuses a request for good, where all of its attempts have failed, and where
-        every replica is retired. All other requests have been cancelled by then.
-        """
+        Fault, the request is sent again. check: called often. hand_over: called now and then, in another thread. What
+        either raises ends the requests. Raises ServerError where a server refuses a request for good, all of its
+        attempts have failed, or every replica is retired; all other requests are cancelled by then."""
 
         async def post_all() -> None:
             self._changed = asyncio.Condition()
@@ -164,8 +160,8 @@ class Dispatcher:
     # --- supervision of one replica ---------------------------------------------------------------------------------
 
     async def _supervise(self, server: _ReplicaState) -> None:
-        """Whenever the replica is in doubt (after a fault, the end of its process, or, if it is managed, silence in spite
-        of requests), finds out whether it is well, and restarts or retires it."""
+        """Whenever the replica is in doubt (a fault, the end of its process, or, of a managed one, silence in spite of
+        requests), finds out whether it is well, and restarts or retires it."""
         while not server.is_retired:
             while not server.fault.is_set() and not server.replica.has_ended:
                 with contextlib.suppress(TimeoutError):

@@ -1,9 +1,6 @@
-"""Sampling in the trainer's process, from the weights in training.
-
-Batched decoding with megatron-core's KV cache. Three things make it cheaper than a plain loop: requests share equal
-prompts, only the last position's logits are computed, and rows that have ended leave the batch. Where rows may be at
-different positions, waiting requests take their places.
-"""
+"""Sampling in the trainer's process, from the weights in training: batched decoding with megatron-core's KV cache.
+Requests share equal prompts, only the last position's logits are computed, and rows that have ended leave the batch.
+Where rows may be at different positions, waiting requests take their places."""
 
 from __future__ import annotations
 
@@ -82,10 +79,9 @@ class MegatronEngine:
         longest: tuple[int, int] | None = None,
         ended: Callable[[list[int], list[Rollout]], None] = lambda places, rollouts: None,
     ) -> list[Rollout]:
-        """One rollout for each request, in order. Ranks that share the model call it with the same requests.
-
-        longest: the longest prompt and response of all data-parallel ranks, in tokens, where each has its own requests;
-        None: of these. ended: called at each step with the responses that have ended in it, and their places."""
+        """One rollout for each request, in order. Ranks that share the model call it with the same requests. longest:
+        the longest prompt and response of all data-parallel ranks, in tokens; None: of these requests. ended: called at
+        each step with the places and the responses that have ended in it."""
         mine = list(requests)
         prompt, response = longest or (
             max((len(request.prompt_ids) for request in mine), default=1),
@@ -242,13 +238,10 @@ def _from_the_beginning(tokens: Tensor) -> Tensor:
 
 
 class _Decoding:
-    """The state of a batch, on the host: the device has the model, its cache and the experts, and is waited for once a
-    token. Each row is at the end of its prompt; or, where all have to be at the same position, rows
-    with longer prompts read these to their end.
-
-    ``rows`` has the request of each row of the cache; responses are stored by request. Requests wait where they are
-    more than the rows that there may be: then rows may be at different positions.
-    """
+    """The state of a batch, on the host, which waits for the device once a token. Each row is at the end of its prompt;
+    or, where all have to be at the same position, rows with longer prompts read these to their end. ``rows`` has the
+    request of each row of the cache; responses are stored by request. Requests that are more than the rows that there
+    may be wait, which needs rows at different positions."""
 
     def __init__(
         self,

@@ -32,11 +32,11 @@ def request_uniforms(seeds: Sequence[int], length: int) -> Tensor:
 
 
 def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Samples a token for each row by inverting the cumulative distribution at its uniform number.
+    """Samples a token for each row by inverting the cumulative distribution at its uniform number: tokens [B] int64 and
+    their log-probabilities [B] float32 under the temperature-scaled softmax over the whole vocabulary, before any top-p
+    cut, which is what a trainer recomputes.
 
     logits: [B, V]; uniforms: [B] in [0, 1). Temperature 0 takes the most likely token (the first of equals).
-    Returns (tokens [B] int64, log-probabilities [B] float32). The log-probability is that of the
-    temperature-scaled softmax over the whole vocabulary, before any top-p cut: what a trainer recomputes.
     """
     rows = max(1, (GPU_BLOCK if logits.is_cuda else CPU_BLOCK) // logits.shape[1])
     blocks = zip(logits.split(rows), uniforms.split(rows), strict=True)

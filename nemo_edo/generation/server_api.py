@@ -194,9 +194,8 @@ class VLLM(ServerAPI):
 
 class TRTLLM(ServerAPI):
     """``trtllm-serve`` with its PyTorch backend (release 1.2.1), written from its sources, but never run, as it needs a
-    GPU. It loads weights only when it starts, so a refit restarts it. It supports no key, so it listens on loopback
-    only. Its log-probabilities are before the temperature, so the config allows temperature 1 only. Its precision is
-    that of the model folder's ``config.json``."""
+    GPU. It loads weights only when it starts, so a refit restarts it. It supports no key, hence loopback only. Its
+    log-probabilities are before the temperature, hence temperature 1 only. Its precision is ``config.json``'s."""
 
     backend = "trtllm"
     package = "tensorrt_llm"
@@ -259,11 +258,9 @@ def completion_body(
 
 
 def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...], str]:
-    """Token ids, log-probabilities and finish_reason of a completion.
-
-    The server may be a user's, of another kind or with another model. Raises Fault where the answer lacks any of them,
-    and ServerError for another model's, and for text without token ids: asking again changes neither.
-    """
+    """Token ids, log-probabilities and finish_reason of a completion, by a server that may be a user's. Raises Fault
+    where the answer lacks any of them, and ServerError for another model's, and for text without token ids: asking
+    again changes neither."""
     require_model(body, model_name)
     try:
         [choice] = body["choices"]

@@ -75,9 +75,9 @@ class ServerEngine:
     ) -> list[Rollout]:
         """One rollout for each request, in order; may be called from any thread.
 
-        Raises PartlyGenerated, with the responses so far, where a request is refused for good or has used up its
-        attempts, or where no server is left; RunStopped soon after the run is asked to stop. The weights are checked
-        before responses are handed over: where a healthy replica has others, ServerError is raised instead.
+        Raises PartlyGenerated, with the responses so far, where a request is refused for good or no server is left;
+        RunStopped soon after the run is asked to stop; and ServerError where, before responses are handed over, a
+        healthy replica turns out to have other weights.
         """
         self._require_supported(sampling)
         strings = StopStrings(sampling.stop, self._decode)
@@ -172,10 +172,9 @@ class ServerEngine:
 
 
 class PlainEngine(ServerEngine):
-    """For endpoints of OpenAI's API that return text alone: neither token ids nor log-probabilities, and no name of
-    weights. They serve evaluations, votes, best-of-N and search of a model that is not trained. Its tokens are those
-    that the tokenizer of ``model.path`` makes of the text, so lengths and n-grams are in that tokenizer's tokens.
-    """
+    """For endpoints of OpenAI's API that return text alone, without token ids and log-probabilities: for evaluations,
+    votes, best-of-N and search of a model that is not trained. Its tokens are those that the tokenizer of
+    ``model.path`` makes of the text, so lengths and n-grams are in that tokenizer's tokens."""
 
     def __init__(
         self,

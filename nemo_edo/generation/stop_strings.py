@@ -9,11 +9,9 @@ CUT_CHARACTER = "\ufffd"
 
 
 class StopStrings:
-    """A response ends with the first of these strings in its text.
-
-    A string may span several tokens, and its last token may extend beyond it; that token belongs to the response. Only
-    a token whose text contains a string's last character can complete it, so most tokens need no decoding.
-    """
+    """A response ends with the first of these strings in its text. A string may span several tokens, and its last token
+    may extend beyond it; that token belongs to the response. Only a token whose text contains a string's last character
+    can complete it, so most tokens need no decoding."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
         """decode: a response's token ids to text, without special tokens. Raises ValueError for an empty string."""

@@ -1,9 +1,6 @@
-r"""What an answer means: a number, a collection, a set of numbers, an equation, a ratio, a time, or a text.
-
-``read`` takes structure apart by itself (names, lists, brackets, inequalities, units) and gives math-verify's LaTeX
-parser single formulas only: given a whole answer, the parser drops what it does not know, and takes 5 out of
-``5 is wrong``.
-"""
+r"""What an answer means: a number, a collection, a set of numbers, an equation, a ratio, a time, or a text. ``read``
+takes structure apart by itself (names, lists, brackets, inequalities, units) and gives math-verify's LaTeX parser
+single formulas only: given a whole answer, the parser takes 5 out of ``5 is wrong``."""
 
 from __future__ import annotations
 
@@ -130,10 +127,8 @@ Value = Text | Time | Number | Items | Region | Named
 
 @lru_cache(maxsize=512)
 def read(text: str, *, letters: bool = False) -> Value | None:
-    """The value of a respelled answer; None where it has no meaning as a whole.
-
-    letters: whether a single letter after a number is a unit (``5 m``).
-    """
+    """The value of a respelled answer; None where it has no meaning as a whole. letters: whether a single letter after
+    a number is a unit (``5 m``)."""
     text = text.strip()
     if not text:
         return None

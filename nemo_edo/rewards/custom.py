@@ -87,10 +87,9 @@ class CustomScorer:
     """Scores responses, unfinished ones included, by the weighted sum of functions. Final answers are only for votes:
     the first that a function returns (``VOTE``), otherwise what the response states.
 
-    The time limit is wall time for one response; a call with several has the sum of theirs. failures: the folder that a
-    response is written to whose scoring failed. require_unchanged: called before the functions' modules are imported,
-    which happens again after a call that took too long. columns: our names of columns by the data's names. The process
-    starts with the first ``check`` or call.
+    The time limit is wall time for one response; a call with several has the sum of theirs. failures: the folder for
+    responses whose scoring failed. require_unchanged: called before the functions' modules are imported, which happens
+    again after a call that took too long. columns: our names of columns by the data's names.
     """
 
     def __init__(

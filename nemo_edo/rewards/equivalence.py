@@ -1,7 +1,5 @@
-"""Whether two answers are equivalent: both are respelled, read, and compared by their kind.
-
-Only worker processes import it: an answer can hang sympy or exhaust the memory (``utils.worker_pool`` limits both).
-"""
+"""Whether two answers are equivalent: both are respelled, read, and compared by their kind. Only worker processes
+import it: an answer can hang sympy or exhaust the memory (``utils.worker_pool`` limits both)."""
 
 from __future__ import annotations
 
@@ -46,10 +44,8 @@ _WARM_UP = (
 
 
 def compare(gold: str, answer: str) -> tuple[bool, str]:
-    """Whether the answer is equivalent to the gold answer, and the answer's canonical form.
-
-    Answers with the same canonical form are equivalent, up to the names of what they are.
-    """
+    """Whether the answer is equivalent to the gold answer, and the answer's canonical form. Answers with the same
+    canonical form are equivalent, up to the names of what they are."""
     meant, given = respelled(gold), respelled(answer)
     form = canonical(answer)
     if plain(meant) == plain(given):
@@ -64,10 +60,7 @@ def compare(gold: str, answer: str) -> tuple[bool, str]:
 
 def canonical(answer: str) -> str:
     """One spelling for many: the value of numbers, sets and intervals, the expansion of expressions, and words in lower
-    case. Any other text is only cleaned.
-
-    The converse does not hold: identities beyond expansion are not found.
-    """
+    case; any other text is only cleaned. Identities beyond expansion are not found."""
     text = respelled(answer)
     try:
         return _form(read(text)) or text

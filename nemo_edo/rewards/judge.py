@@ -1,11 +1,8 @@
-"""Rewards by a language model that says whether a response's final answer is equivalent to the problem's.
-
-Verdicts are parsed strictly. Without one (an invalid reply, a server that is down or refuses requests) the judge
-abstains: the response's reason says so (``types.ABSTAINED``), its reward of 0 has no meaning, and evaluations leave it
-out. Above a share of abstentions the run stops and keeps the verdicts so far.
-
-Final answers are extracted, and responses without an answer or an end are wrong, as with the verifiers.
-"""
+"""Rewards by a language model that says whether a response's final answer is equivalent to the problem's. Verdicts are
+parsed strictly. Without one (an invalid reply, a server that is down or refuses requests) the judge abstains: the
+response's reason says so (``types.ABSTAINED``), its reward of 0 has no meaning, and evaluations leave it out. Above a
+share of abstentions the run stops and keeps the verdicts so far. Final answers are extracted, and responses without an
+answer or an end are wrong, as with the verifiers."""
 
 from __future__ import annotations
 
@@ -292,10 +289,8 @@ class Judge:
     ) -> None:
         """Sends all requests, given by their keys, and puts each verdict, or the reason why there is none, into
         ``found``; verdicts are in the cache as soon as they arrive. responses: how many each request is for. Above
-        ``most_abstained`` of these without a verdict it sends no more, and awaits those in flight.
-
-        Raises ServerError where the server refuses every request (a wrong key, an unknown model).
-        """
+        ``most_abstained`` of these without a verdict it sends no more. Raises ServerError where the server refuses
+        every request (a wrong key, an unknown model)."""
         abstained, waiting = 0, iter(bodies.items())  # shared: each worker takes the next request
         self._not_before = 0.0
 

@@ -31,9 +31,7 @@ def build_scorer(
     """The scorer of responses to the loaded problems, and its judge (a language model) or None.
 
     run: the run's folder, for a custom reward's failures; a judge's verdicts are next to it unless the config says
-    where. encode: the policy's token ids of a text, which a custom reward may take. require_unchanged: called before a
-    custom reward's module is imported, which happens again after a call that took too long.
-
+    where. encode: the policy's token ids of a text, for a custom reward. require_unchanged: as for ``CustomScorer``.
     Problems whose answers cannot be verified are bad rows: an error, or removed from ``loaded``. Raises UserError where
     a custom reward fails on the first problems, and where a judge does not answer.
     """

@@ -1,9 +1,9 @@
 """Verifiers: reward 1 for the correct final answer, 0 for any other; exactly, or by math-verify's equivalence.
 
-Votes compare strings, so each answer gets a canonical form (``equivalence.canonical``), which does not depend on the
-problem's answer: a vote at test time does not know that. Comparing the n answers of a problem pairwise would take n^2
-comparisons and is not transitive; a canonical form depends on no other answer, on no order, and not on how a collection
-is split into parts. Its price: two answers that only an identity beyond expansion makes equal count as two.
+Votes compare strings, so each answer gets a canonical form (``equivalence.canonical``), which depends neither on the
+problem's answer, which a vote at test time does not know, nor on other answers: comparing those pairwise would take n^2
+comparisons and is not transitive. Its price: two answers that only an identity beyond expansion makes equal count as
+two.
 """
 
 from __future__ import annotations
@@ -73,11 +73,9 @@ def read_responses(rollouts: Sequence[Rollout], problems: Sequence[Problem], ans
 
 
 class ExactAnswerScorer:
-    """Compares final answers in canonical form (exact match, as the paper scores GSM8K).
-
-    Text around the answer line costs no reward; ``well_formed`` reports it. Where the problem's answer is a number,
-    only numbers are answers, with or without a unit.
-    """
+    """Compares final answers in canonical form (exact match, as the paper scores GSM8K). Text around the answer line
+    costs no reward; ``well_formed`` reports it. Where the problem's answer is a number, only numbers are answers, with
+    or without a unit."""
 
     def __init__(self, answers: AnswerFormat = HASHES) -> None:
         self._answers = answers
