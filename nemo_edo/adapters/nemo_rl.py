@@ -55,11 +55,7 @@ class EDGRPOLossFn(ClippedPGLossFn):
             self.metric_normalizations |= {"exploration": of_tokens, "floor_share": of_tokens}
 
     def __call__(
-        self,
-        next_token_logprobs: Tensor,
-        data: Any,
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
+        self, next_token_logprobs: Tensor, data: Any, global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         loss, metrics = super().__call__(next_token_logprobs, data, global_valid_seqs, global_valid_toks)
         mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]

@@ -20,10 +20,7 @@ from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_
 
 
 def ed_grpo_loss(
-    args: Namespace,
-    batch: dict[str, Any],
-    logits: Tensor,
-    sum_of_sample_mean: Callable[[Tensor], Tensor],
+    args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """slime's policy loss with the term; with a coefficient of 0, that loss to the last bit.
 
@@ -54,10 +51,7 @@ def ed_grpo_loss(
     values = exploration.term(row, old_row, everything)[0][0]
     floor = exploration.log_ratio_floor
     below = torch.zeros_like(values) if floor is None else (row - old_row < floor)[0].to(values.dtype)
-    metrics |= {
-        "exploration": sum_of_sample_mean(values.detach()),
-        "floor_share": sum_of_sample_mean(below),
-    }
+    metrics |= {"exploration": sum_of_sample_mean(values.detach()), "floor_share": sum_of_sample_mean(below)}
     if exploration.coefficient == 0:
         return loss, metrics
     if args.use_tis or args.get_mismatch_metrics:  # slime's correction for the sampler's mismatch, as slime asks

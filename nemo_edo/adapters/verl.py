@@ -101,11 +101,7 @@ def ed_grpo_policy_loss(
 
 @register_adv_est("ed_group")
 def group_outcome_advantage(
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    index: np.ndarray,
-    config: AlgoConfig | None = None,
-    **_: Any,
+    token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, config: AlgoConfig | None = None, **_: Any
 ) -> tuple[Tensor, Tensor]:
     """``group_advantages`` of the summed rewards, [B, T] twice, as verl's estimators return them.
 
@@ -114,11 +110,7 @@ def group_outcome_advantage(
     """
     scaled = config is None or config.get("norm_adv_by_std_in_grpo", True)
     advantages_B = group_advantages(
-        token_level_rewards.sum(dim=-1),
-        index,
-        scale="std" if scaled else "none",
-        deviation="sample",
-        singletons="zero",
+        token_level_rewards.sum(dim=-1), index, scale="std" if scaled else "none", deviation="sample", singletons="zero"
     )
     advantages_BT = advantages_B[:, None] * response_mask
     return advantages_BT, advantages_BT

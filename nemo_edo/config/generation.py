@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Optional, Union
 
-from nemo_edo.config.checks import (
-    NonNegativeInt,
-    Positive,
-    PositiveInt,
-    Rule,
-    Section,
-    ServerUrl,
-    one_of,
-    within,
-)
+from nemo_edo.config.checks import NonNegativeInt, Positive, PositiveInt, Rule, Section, ServerUrl, one_of, within
 
 IN_PROCESS = "megatron"
 AUTO = "auto"
