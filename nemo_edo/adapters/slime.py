@@ -7,8 +7,7 @@ each loss. The settings come from the YAML file of ``--custom-config-path``.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,8 +39,19 @@ def ed_grpo_loss(
         f"Set --num-steps-per-rollout to 2 or more, or --global-batch-size (now {args.global_batch_size}) below "
         f"--rollout-batch-size x --n-samples-per-prompt (now {samples})",
     )
-    with _seen_log_probs() as seen:
+    # The log-probabilities are those that slime's policy loss computes, so that nobody goes over the vocabulary twice.
+    compute, seen = slime_loss.get_log_probs_and_entropy, []
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        returned = compute(*args, **kwargs)
+        seen.append(returned[1]["log_probs"])
+        return returned
+
+    slime_loss.get_log_probs_and_entropy = remembered
+    try:
         loss, metrics = slime_loss.policy_loss_function(args, batch, logits, sum_of_sample_mean)
+    finally:
+        slime_loss.get_log_probs_and_entropy = compute
     [log_probs] = seen
     old_log_probs = batch["rollout_log_probs"] if args.use_rollout_logprobs else batch.get("log_probs")
     old_log_probs = old_log_probs or [x.detach() for x in log_probs]
@@ -70,20 +80,3 @@ def ed_grpo_loss(
             *lengths.values(), masks, batch["rollout_mask_sums"], args.calculate_per_token_loss
         )
     return loss + exploration.coefficient * sum_of_sample_mean(values), metrics
-
-
-@contextmanager
-def _seen_log_probs() -> Iterator[list[list[Tensor]]]:
-    """What slime's policy loss computes from the logits, so that nobody goes over the vocabulary twice."""
-    compute, seen = slime_loss.get_log_probs_and_entropy, []
-
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        returned = compute(*args, **kwargs)
-        seen.append(returned[1]["log_probs"])
-        return returned
-
-    slime_loss.get_log_probs_and_entropy = remembered
-    try:
-        yield seen
-    finally:
-        slime_loss.get_log_probs_and_entropy = compute

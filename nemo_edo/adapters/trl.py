@@ -13,8 +13,6 @@ import copy
 import importlib
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -313,8 +311,14 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
         self.add_callback(_SeveralSteps(self.exploration))
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        with self._forward_passes() as passes:
+        passes: list[Any] = []  # of the policy and then of the reference, for PEFT the same model without its adapter
+        models = {id(x): x for x in (self.model, self.ref_model) if x is not None}.values()
+        hooks = [x.register_forward_hook(lambda _module, _args, output: passes.append(output)) for x in models]
+        try:
             result = super()._compute_loss(model, inputs, return_outputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
         mask = inputs["completion_mask"][:, 1:]
         logprobs = _label_logprobs(passes[0], inputs, mask)
         with torch.no_grad():
@@ -330,18 +334,6 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
             return result
         term = self.exploration.coefficient * values_BT.sum(-1).mean()
         return (result[0] + term, result[1]) if return_outputs else result + term
-
-    @contextmanager
-    def _forward_passes(self) -> Iterator[list[Any]]:
-        """What the policy and then the reference model return, for a PEFT model the same one without its adapter."""
-        passes: list[Any] = []
-        models = {id(x): x for x in (self.model, self.ref_model) if x is not None}.values()
-        hooks = [x.register_forward_hook(lambda _module, _args, output: passes.append(output)) for x in models]
-        try:
-            yield passes
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class _SeveralSteps(TrainerCallback):  # the number of steps is known when training starts, and not before

@@ -90,9 +90,31 @@ def make_problems(config: ArithmeticConfig, folder: Path) -> dict[str, list[Prob
             made.append(Problem(f"{split}-{number}", " + ".join(map(str, operands)), solution, answer, source))
         return made
 
-    test, train, warmup = _sample_questions(config)
-    made = {"test": problems("test", test, int.__add__), "train": problems("train", train, int.__add__)}
-    return made | {"warmup": problems("warmup", warmup, noisy_sum)}
+    # The first distinct multisets of a random order of all questions are the test's, and with them every permutation;
+    # train and warm-up divide what is left.
+    base = config.max_operand + 1
+    total = base**config.num_operands
+    codes = random.Random(f"arithmetic questions {config.seed}").sample(range(total), min(total, _MAX_POOL))
+    pool = [tuple(code // base**place % base for place in range(config.num_operands)) for code in codes]
+    test: dict[Operands, Operands] = {}
+    for operands in pool:
+        if len(test) == config.test_problems:
+            break
+        test.setdefault(tuple(sorted(operands)), operands)
+    rest = [operands for operands in pool if tuple(sorted(operands)) not in test]
+    needed = config.train_problems + config.warmup_problems
+    if len(test) < config.test_problems or len(rest) < needed:
+        multisets = comb(config.max_operand + config.num_operands, config.num_operands)
+        raise UserError(
+            f"data.arithmetic asks for {config.test_problems} test problems and {config.train_problems} train + "
+            f"{config.warmup_problems} warm-up problems, but {config.num_operands} operands from 0 to "
+            f"{config.max_operand} make {multisets} multisets ({total} questions), of which the test leaves "
+            f"{len(rest)} questions; raise num_operands or max_operand, or ask for fewer problems"
+        )
+    made = {"test": problems("test", list(test.values()), int.__add__)}
+    made["train"] = problems("train", rest[: config.train_problems], int.__add__)
+    made["warmup"] = problems("warmup", rest[config.train_problems : needed], noisy_sum)
+    return made
 
 
 def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | None:
@@ -138,35 +160,6 @@ def first_wrong_step(question: str, steps: Sequence[str]) -> int | None:
             return index
         left[total] += 1
     return None
-
-
-def _sample_questions(config: ArithmeticConfig) -> tuple[list[Operands], list[Operands], list[Operands]]:
-    """Operands of the test, train and warm-up questions.
-
-    The first ``test_problems`` distinct multisets of a random order of all questions are the test's, and with them
-    every permutation; train and warm-up divide what is left.
-    """
-    base = config.max_operand + 1
-    total = base**config.num_operands
-    rng = random.Random(f"arithmetic questions {config.seed}")
-    codes = rng.sample(range(total), min(total, _MAX_POOL))
-    pool = [tuple(code // base**place % base for place in range(config.num_operands)) for code in codes]
-    test: dict[Operands, Operands] = {}
-    for operands in pool:
-        if len(test) == config.test_problems:
-            break
-        test.setdefault(tuple(sorted(operands)), operands)
-    rest = [operands for operands in pool if tuple(sorted(operands)) not in test]
-    needed = config.train_problems + config.warmup_problems
-    if len(test) < config.test_problems or len(rest) < needed:
-        multisets = comb(config.max_operand + config.num_operands, config.num_operands)
-        raise UserError(
-            f"data.arithmetic asks for {config.test_problems} test problems and {config.train_problems} train + "
-            f"{config.warmup_problems} warm-up problems, but {config.num_operands} operands from 0 to "
-            f"{config.max_operand} make {multisets} multisets ({total} questions), of which the test leaves "
-            f"{len(rest)} questions; raise num_operands or max_operand, or ask for fewer problems"
-        )
-    return list(test.values()), rest[: config.train_problems], rest[config.train_problems : needed]
 
 
 def unordered(first: int, second: int) -> str:

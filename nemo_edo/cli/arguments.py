@@ -78,9 +78,17 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     made = {}
     for name, command in COMMANDS.items():
+        examples = "\n".join(f"  nemo-edo {example}" for example in command.examples)
+        configs = ""
+        if command.lists_configs:
+            names = shipped_configs()
+            plain = [name for name in names if "/" not in name]
+            lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
+            others = f"  and {len(names) - len(plain)} of experiment/, listed in docs/sweeps.md"
+            configs = "\n".join(["configs (--config-name):", *lines, others]) + "\n\n"
         made[name] = subparsers.add_parser(
-            name, help=command.help, description=_sentence(command.help), epilog=_epilog(command),
-            formatter_class=formatter,
+            name, help=command.help, description=_sentence(command.help), formatter_class=formatter,
+            epilog=f"examples:\n{examples}\n\n{configs}docs: docs/{command.page}",
         )  # fmt: skip
         for names, settings in command.arguments:
             made[name].add_argument(*names, **settings)
@@ -89,18 +97,6 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
 
 def _sentence(text: str) -> str:
     return "\n".join(textwrap.wrap(f"{text[0].upper()}{text[1:]}.", HELP_WIDTH))
-
-
-def _epilog(command: Command) -> str:
-    examples = "\n".join(f"  nemo-edo {example}" for example in command.examples)
-    configs = ""
-    if command.lists_configs:
-        names = shipped_configs()
-        plain = [name for name in names if "/" not in name]
-        lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
-        others = f"  and {len(names) - len(plain)} of experiment/, listed in docs/sweeps.md"
-        configs = "\n".join(["configs (--config-name):", *lines, others]) + "\n\n"
-    return f"examples:\n{examples}\n\n{configs}docs: docs/{command.page}"
 
 
 def _argument(*names: str, **settings: Any) -> Argument:

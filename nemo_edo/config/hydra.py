@@ -104,43 +104,50 @@ def compose_values(
     OmegaConf.set_struct(values, False)
     setters = [one for one in parsed if not _is_choice(one, folders) and not _names_arms(one)]
     for override in setters:
-        _apply(override, values)
+        key, value = override.key_or_group, override.value()
+        parent, _, name = key.rpartition(".")
+        if override.type is OverrideType.DEL:
+            siblings = OmegaConf.select(values, parent) if parent else values
+            names = sorted(map(str, siblings)) if isinstance(siblings, DictConfig) else []
+            if name not in names:
+                nothing = f"the config has no arm {name}" if parent == "arms" else f"no file of the config sets {key}"
+                raise bad_override(override, f"{nothing}{_choices(name, names) if names else ''}")
+            if value is not None and siblings[name] != value:
+                raise bad_override(override, f"{key!r} is {siblings[name]!r}, not {value!r}")
+            del siblings[name]
+            continue
+        is_new = override.type is OverrideType.ADD and key != EXPERIMENT  # Hydra's words for choosing a file there
+        if is_new and not isinstance(value, dict | list) and OmegaConf.select(values, key) is not None:
+            raise bad_override(override, f"{key} is set already; ++{override.input_line.lstrip('+')} replaces it")
+        section, _, path = key.partition(".")
+        arm, arms = path.partition(".")[0], values.get("arms") or {}
+        changes_arms = section == "arms" and override.type is OverrideType.CHANGE
+        if changes_arms and arm and arm not in arms:
+            missing = f"the config has no arm {arm}{_choices(arm, sorted(arms))}; +{override.input_line} adds one"
+            raise bad_override(override, missing)
+        # arms={...} replaces the arms that are there
+        OmegaConf.update(values, key, value, merge=bool(arm) or not changes_arms, force_add=True)
     kept = [override for override in setters if override.type is not OverrideType.DEL]
     return values, Sources(config_name, choices, folders, kept)
 
 
-def _apply(override: Override, values: DictConfig) -> None:
-    """Raises ConfigError for a key to delete that the values lack, a key to add that they have, and an arm to change
-    that the config does not have."""
-    key, value = override.key_or_group, override.value()
-    parent, _, name = key.rpartition(".")
-    if override.type is OverrideType.DEL:
-        siblings = OmegaConf.select(values, parent) if parent else values
-        names = sorted(map(str, siblings)) if isinstance(siblings, DictConfig) else []
-        if name not in names:
-            nothing = f"the config has no arm {name}" if parent == "arms" else f"no file of the config sets {key}"
-            raise bad_override(override, f"{nothing}{_choices(name, names) if names else ''}")
-        if value is not None and siblings[name] != value:
-            raise bad_override(override, f"{key!r} is {siblings[name]!r}, not {value!r}")
-        del siblings[name]
-        return
-    is_new = override.type is OverrideType.ADD and key != EXPERIMENT  # Hydra's words for choosing a file there
-    if is_new and not isinstance(value, dict | list) and OmegaConf.select(values, key) is not None:
-        raise bad_override(override, f"{key} is set already; ++{override.input_line.lstrip('+')} replaces it")
-    section, _, path = key.partition(".")
-    arm, arms = path.partition(".")[0], values.get("arms") or {}
-    changes_arms = section == "arms" and override.type is OverrideType.CHANGE
-    if changes_arms and arm and arm not in arms:
-        missing = f"the config has no arm {arm}{_choices(arm, sorted(arms))}; +{override.input_line} adds one"
-        raise bad_override(override, missing)
-    # arms={...} replaces the arms that are there
-    OmegaConf.update(values, key, value, merge=bool(arm) or not changes_arms, force_add=True)
-
-
 def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
-    parser = OverridesParser.create()
+    """The overrides. A value of ``texts`` that Hydra takes for a number, or cannot read, is the text as it is."""
+    parser, parsed = OverridesParser.create(), []
     try:
-        parsed = [_parsed(parser, line, texts) for line in overrides]
+        for line in overrides:
+            key, equals, value = line.partition("=")
+            is_text = bool(equals) and key.lstrip("+") in texts
+            try:
+                [override] = parser.parse_overrides([line])
+                as_it_is = is_text and isinstance(override.value(), int | float)
+            except OverrideParseException:
+                if not is_text or value[:1] in ("'", '"'):
+                    raise
+                as_it_is = True
+            if as_it_is:
+                override = replace(parser.parse_override(f"{key}=text"), _value=value, input_line=line)
+            parsed.append(override)
     except OverrideParseException as error:
         # Hydra cannot read some values, such as a path with letters that are not ASCII, but for in quotes.
         key, equals, value = error.override.partition("=")
@@ -158,20 +165,6 @@ def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
             hint = "arms are chosen by arms=NAME or arms=[NAME,NAME]; ~arms.NAME leaves one out"
             raise bad_override(override, hint)
     return parsed
-
-
-def _parsed(parser: OverridesParser, line: str, texts: Collection[str]) -> Override:
-    """A value of ``texts`` that Hydra takes for a number, or cannot read, is the text as it is."""
-    key, equals, value = line.partition("=")
-    is_text = key.lstrip("+") in texts and equals
-    try:
-        [override] = parser.parse_overrides([line])
-        if not is_text or not isinstance(override.value(), int | float):
-            return override
-    except OverrideParseException:
-        if not is_text or value[:1] in ("'", '"'):
-            raise
-    return replace(parser.parse_override(f"{key}=text"), _value=value, input_line=line)
 
 
 def _is_choice(override: Override, folders: list[Path]) -> bool:

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -81,26 +81,21 @@ def source_files(path: str) -> dict[str, Path]:
             continue
         found[key] = file
         names += [name[: dot.start()] for dot in re.finditer(r"\.", name)]
+        parents = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
         with contextlib.suppress(SyntaxError):  # which the import tells of
-            names += _imported(file, name)
+            for node in ast.walk(ast.parse(file.read_bytes())):
+                if isinstance(node, ast.Import):
+                    names += [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):  # of modules, and of what may be modules
+                    above = parents[: len(parents) - node.level + 1] if node.level else []
+                    base = ".".join([*above, *([node.module] if node.module else [])])
+                    names += [base, *(f"{base}.{alias.name}".strip(".") for alias in node.names)]
     return found
 
 
 def _module_file(root: Path, name: str) -> Path | None:
     path = root.joinpath(*name.split("."))
     return next((file for file in (path / "__init__.py", path.with_name(f"{path.name}.py")) if file.is_file()), None)
-
-
-def _imported(file: Path, name: str) -> Iterator[str]:
-    """The modules that a module's file may import, and what may be modules."""
-    parents = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = parents[: len(parents) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (base, *(f"{base}.{alias.name}".strip(".") for alias in node.names))
 
 
 def wanted_arguments(function: Callable[..., Any], offered: Collection[str], where: str) -> list[str]:
