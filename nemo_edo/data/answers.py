@@ -123,8 +123,6 @@ def clean_answer(text: str) -> str:
 class AnswerFormat:
     """Where responses state their final answer."""
 
-    name: str
-    """One of ``ANSWER_FORMATS``."""
     extract: Callable[[str], str | None]
     """The last answer that the text states, cleaned (hashes_text, and above LONGEST_ANSWER characters: as it is); None
     without one."""
@@ -136,38 +134,32 @@ def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
     """The format of that name.
 
     hashes: a line ``#### N``, N a number, as GSM8K's solutions have it. hashes_text: all that follows the last ``####``
-    at a line's beginning, as it is: a text of any kind, of one line or several. boxed: ``\\boxed{...}``, with braces
-    inside. final_answer_is, so_the_answer_is: what follows "The final answer is" or "So the answer is" to the end of
-    the sentence, or the box there. pattern: the last match of the regular expression ``pattern``: its group ``answer``,
-    or its first group, or all of it. flexible: the first of ``#### N``, the last box, what follows the last "answer
-    is", and the last number that there is; only the last is not well formed.
+    at a line's beginning, as it is. boxed: ``\\boxed{...}``, with braces inside. final_answer_is, so_the_answer_is:
+    what follows that phrase to the end of the sentence, or the box there. pattern: the last match of the regular
+    expression ``pattern``: its group ``answer``, or its first group, or all of it. flexible: the first of ``#### N``,
+    the last box, what follows the last "answer is", and the last number; only the last is not well formed.
     """
-    if name == "hashes":
-        return HASHES
-    if name == "hashes_text":
-        return HASHES_TEXT
-    if name == "flexible":
-        return FLEXIBLE
+    if name in _FIXED:
+        return _FIXED[name]
     if name == "boxed":
-        return _format(name, lambda text: [(box.content, box.end) for box in _joined(text, _boxes(text))])
+        return _format(lambda text: [(box.content, box.end) for box in _joined(text, _boxes(text))])
     if name == "pattern":
         expression = re.compile(pattern)
         group = "answer" if "answer" in expression.groupindex else min(1, expression.groups)
-        return _format(name, lambda text: [(match[group] or "", match.end()) for match in expression.finditer(text)])
-    return _format(name, lambda text: _after_phrase(text, _ANY_PHRASE[name]))
+        return _format(lambda text: [(match[group] or "", match.end()) for match in expression.finditer(text)])
+    return _format(lambda text: _after_phrase(text, _ANY_PHRASE[name]))
 
 
-HASHES = AnswerFormat("hashes", final_answer, is_well_formed)
+HASHES = AnswerFormat(final_answer, is_well_formed)
 """GSM8K's."""
 HASHES_TEXT = AnswerFormat(
-    "hashes_text",
     lambda text: _HASHES.split(text)[-1].strip() or None if _HASHES.search(text) else None,
     lambda text: len(_HASHES.findall(text)) == 1,
 )
 ANSWER_FORMATS = ("hashes", "hashes_text", "boxed", *_PHRASES, "pattern", "flexible")
 
 
-def _format(name: str, find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:
+def _format(find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:
     """``find``: every answer that a text states and where it ends, in order."""
 
     def extract(text: str) -> str | None:
@@ -180,7 +172,7 @@ def _format(name: str, find: Callable[[str], list[tuple[str, int]]]) -> AnswerFo
             return False
         return "\n" not in text[found[0][1] :].strip(" \n.$]\\*")
 
-    return AnswerFormat(name, extract, well_formed)
+    return AnswerFormat(extract, well_formed)
 
 
 def _stated_somewhere(text: str) -> str | None:
@@ -193,7 +185,8 @@ def _stated_or_last_number(text: str) -> str | None:
     return _stated_somewhere(text) or (canonical_number(numbers[-1]) if numbers else None)
 
 
-FLEXIBLE = AnswerFormat("flexible", _stated_or_last_number, lambda text: bool(_stated_somewhere(text)))
+FLEXIBLE = AnswerFormat(_stated_or_last_number, lambda text: bool(_stated_somewhere(text)))
+_FIXED = {"hashes": HASHES, "hashes_text": HASHES_TEXT, "flexible": FLEXIBLE}
 
 
 class _Box(NamedTuple):

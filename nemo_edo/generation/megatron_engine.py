@@ -17,8 +17,7 @@ from torch import Tensor
 
 from nemo_edo.config.generation import AUTO
 from nemo_edo.generation.batch_size import of_similar_length, refilled_places, row_bytes, rows_that_fit, split_evenly
-from nemo_edo.generation.decoding import through_stages, token_by_token
-from nemo_edo.generation.sampling import choose_tokens, request_uniforms
+from nemo_edo.generation.sampling import choose_tokens, request_uniforms, through_stages, token_by_token
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.megatron.decoding_cache import CacheContext, PromptCacheContext, joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -198,7 +198,14 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
             if missing:
                 pending.append((store, kind, label, scores, list(zip(missing, encoded, strict=True))))
         if pending:
-            with _scorer(about, cfg, stored.folder.path / "servers" / f"scores_{name}") as scorer:
+            if cfg.serve or cfg.servers.urls:
+                from nemo_edo.reward_models.vllm_pooling import serving
+
+                made = serving(about, cfg.servers, stored.folder.path / "servers" / f"scores_{name}")
+            else:
+                settings = {"device": cfg.device, "dtype": cfg.dtype, "batch_tokens": cfg.batch_tokens}
+                made = nullcontext(ProcessRewardModel(about.path, **settings))
+            with made as scorer:
                 for store, kind, label, scores, missing_scores in pending:
                     for part in minibatches(missing_scores, cfg.part_size):
                         found = scores_or_zeros(scorer, [parts for _, parts in part], about.max_length)
@@ -233,15 +240,3 @@ def made_by(folder: Path) -> str:
             file.seek(max(0, size - _HASHED_BYTES))
             digest.update(file.read())
     return f"{folder.resolve()} {digest.hexdigest()}"
-
-
-@contextmanager
-def _scorer(about: RewardFolder, cfg: ScoreConfig, work: Path) -> Iterator[ProcessRewardModel | ServedRewardModel]:
-    """The model, in this process or on servers; servers that are started for it are stopped at the end."""
-    if not cfg.serve and not cfg.servers.urls:
-        yield ProcessRewardModel(about.path, device=cfg.device, dtype=cfg.dtype, batch_tokens=cfg.batch_tokens)
-        return
-    from nemo_edo.reward_models.vllm_pooling import serving
-
-    with serving(about, cfg.servers, work) as served:
-        yield served

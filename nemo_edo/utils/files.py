@@ -82,9 +82,8 @@ def file_name(text: str) -> str:
     return kept if kept == text else f"{kept}_{digest}"
 
 
-def check_folder(folder: Path, setting: str = "output_dir") -> None:
-    """Raises UserError where files cannot be written into a folder, or where it is not there and cannot be made.
-    setting: which named it."""
+def check_folder(folder: Path) -> None:
+    """Raises UserError where files cannot be written into a folder, or where it is not there and cannot be made."""
     there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".nemo_edo_", dir=there))
@@ -93,7 +92,7 @@ def check_folder(folder: Path, setting: str = "output_dir") -> None:
         # Some file systems of the kernel, such as /proc, say that a folder is missing which is there.
         why = "its file system takes no files" if error.errno == errno.ENOENT else error.strerror
         where = "" if there == folder.absolute() else f" in {there}"
-        raise UserError(f"{folder} {what}{where} ({why}); choose another {setting}=...") from error
+        raise UserError(f"{folder} {what}{where} ({why}); choose another output_dir=...") from error
 
 
 def read_text(path: Path) -> str:

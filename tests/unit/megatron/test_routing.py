@@ -102,7 +102,7 @@ def test_replayed_passes_are_those_of_transformers_with_the_samplers_experts(fol
 @pytest.mark.parametrize("attention", ["auto", "local"])
 def test_the_engine_keeps_what_the_routers_of_a_whole_pass_choose(folder, tiny, rows, attention):
     """However the prompts are read and rows refilled: a pass of the same weights chooses the same experts."""
-    from nemo_edo.generation.decoding import through_stages
+    from nemo_edo.generation.sampling import through_stages
     from nemo_edo.megatron.decoding_cache import CacheContext
     from nemo_edo.megatron.routing import recorded, recording
 
