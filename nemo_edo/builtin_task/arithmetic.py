@@ -25,8 +25,7 @@ from nemo_edo.config import ArithmeticConfig
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 
-STEP_ERRORS = (-2, -1, 1, 2)
-"""How far off the result of a wrong step is."""
+STEP_ERRORS = (-2, -1, 1, 2)  # how far off the result of a wrong step is
 _MAX_POOL = 1_000_000
 """At most this many question strings are candidates: memory and time stay small for large operands."""
 _STEP = re.compile(r"(0|[1-9][0-9]{0,8}) \+ (0|[1-9][0-9]{0,8}) = (0|[1-9][0-9]{0,8})")
@@ -39,15 +38,11 @@ class Mistakes:
     """Which steps of the warm-up's solutions are wrong, and how: its policy is wrong in a known way, with room to
     improve. A greedy answer has weak facts wrong, too, and only sampling finds the right result."""
 
-    task: str
-    """Tasks with the same seed have different weak facts."""
+    task: str  # tasks with the same seed have different weak facts
     seed: int
-    weak_fact_share: float
-    """Share of the facts that are weak."""
-    weak_fact_accuracy: float
-    """How often a weak fact is right."""
-    step_noise: float
-    """Share of the other steps that are wrong."""
+    weak_fact_share: float  # share of the facts that are weak
+    weak_fact_accuracy: float  # how often a weak fact is right
+    step_noise: float  # share of the other steps that are wrong
 
     def is_weak(self, fact: str) -> bool:
         return self._rng("fact", fact).random() < self.weak_fact_share

@@ -18,8 +18,7 @@ from nemo_edo.utils.wording import did_you_mean
 
 HELP_WIDTH = 80
 GROUPS = ("machine", "precision", "attention", "split", "training", "server")  # groups of the selftest's checks
-Argument = tuple[tuple[str, ...], dict[str, Any]]
-"""Names and settings, as argparse takes them."""
+Argument = tuple[tuple[str, ...], dict[str, Any]]  # names and settings, as argparse takes them
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 
 from nemo_edo.utils.import_path import is_import_path
 
-Rule = tuple[bool, str, str]
-"""(whether it is kept, the setting, what would be right)"""
+Rule = tuple[bool, str, str]  # (whether it is kept, the setting, what would be right)
 _OF_PASSWORDS = re.compile(r"(?<=://)[^\s'\",\]]*[@?#][^\s'\",\]]*")
 
 
@@ -96,8 +95,7 @@ FolderName = Annotated[
 OneLine = Annotated[str, Constraint(str.isprintable, "printable characters on one line")]
 """It becomes a line of a job's script."""
 IMPORT_PATH = "an import path such as my_package.my_module:my_function"
-ImportPath = Annotated[str, Constraint(is_import_path, IMPORT_PATH)]
-"""Of a user's function."""
+ImportPath = Annotated[str, Constraint(is_import_path, IMPORT_PATH)]  # of a user's function
 
 
 def _is_server_url(value: str) -> bool:

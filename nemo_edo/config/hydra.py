@@ -45,11 +45,9 @@ class Sources:
     """What a configuration was composed from, to tell where a key was set."""
 
     config_name: str
-    choices: list[str]
-    """Overrides that choose files."""
+    choices: list[str]  # overrides that choose files
     folders: list[Path]
-    setters: list[Override]
-    """Overrides that set values, in the order of the command line."""
+    setters: list[Override]  # overrides that set values, in the order of the command line
 
     @cached_property
     def files(self) -> list[tuple[Path, str]]:

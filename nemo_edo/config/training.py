@@ -220,8 +220,7 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
         yield known, "exploration_samples", "all, paired or a number above 0"
 
 
-ArmConfig = Union[GRPOConfig, IDPOConfig]
-"""The section of an arm."""
+ArmConfig = Union[GRPOConfig, IDPOConfig]  # the section of an arm
 
 Bound = Annotated[float, MAY_BE_INFINITE]
 

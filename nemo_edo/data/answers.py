@@ -37,8 +37,7 @@ _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _SPACES = re.compile(r"(?<!\\)\\[!,;: ]|~|\\quad|\\qquad")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,?|,\\!| )(?=\d{3}(?!\d))")
 _BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or)\b)[\s$]*(?:[a-z]\s*=\s*)?")
-_DOLLAR = "\x02"
-"""Put for the sign of dollars, which is no delimiter."""
+_DOLLAR = "\x02"  # put for the sign of dollars, which is no delimiter
 _BARE_DOLLAR = re.compile(r"^([-+]?)\$(?=\s*[-+]?[\d.]+[^$]*$)")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"'))
 
@@ -126,8 +125,7 @@ class AnswerFormat:
     extract: Callable[[str], str | None]
     """The last answer that the text states, cleaned (hashes_text, and above LONGEST_ANSWER characters: as it is); None
     without one."""
-    is_well_formed: Callable[[str], bool]
-    """Whether the text states exactly one answer, on its last line."""
+    is_well_formed: Callable[[str], bool]  # whether the text states exactly one answer, on its last line
 
 
 def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
@@ -150,8 +148,7 @@ def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
     return _format(lambda text: _after_phrase(text, _ANY_PHRASE[name]))
 
 
-HASHES = AnswerFormat(final_answer, is_well_formed)
-"""GSM8K's."""
+HASHES = AnswerFormat(final_answer, is_well_formed)  # GSM8K's
 HASHES_TEXT = AnswerFormat(
     lambda text: _HASHES.split(text)[-1].strip() or None if _HASHES.search(text) else None,
     lambda text: len(_HASHES.findall(text)) == 1,

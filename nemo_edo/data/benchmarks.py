@@ -17,8 +17,7 @@ _BOXED = answer_format("boxed")
 _PHRASE = answer_format("final_answer_is")
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 _PROSE = re.compile(r"[a-z]+ [a-z]+ [a-z]+")
-_LONGEST_RULED = 100
-"""Characters of a solution of one line that is taken for the answer itself: s1K has both."""
+_LONGEST_RULED = 100  # characters of a solution of one line that is taken for the answer itself: s1K has both
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,7 @@ class Gold:
     """What a row of a benchmark says."""
 
     question: str
-    solution: str
-    """The reference solution; where the benchmark has none, the sentence that states the answer."""
+    solution: str  # the reference solution; where the benchmark has none, the sentence that states the answer
     answer: str
     kind: str
 
@@ -36,20 +34,15 @@ class Gold:
 class Benchmark:
     name: str
     title: str
-    hub: str
-    """The data set on the Hugging Face hub."""
-    splits: Mapping[str, int]
-    """Rows of each official split."""
+    hub: str  # the data set on the Hugging Face hub
+    splits: Mapping[str, int]  # rows of each official split
     columns: Mapping[str, tuple[str, ...]]
     """What is read, by the names that official copies give it; of each, one has to be there."""
-    read: Callable[[Mapping[str, Any]], Gold]
-    """From a row's read columns, by our names. Raises RowError."""
-    answers: str
-    """The answer format of the paper's prompt for it."""
+    read: Callable[[Mapping[str, Any]], Gold]  # From a row's read columns, by our names. Raises RowError.
+    answers: str  # the answer format of the paper's prompt for it
     licence: str
     hub_configs: tuple[str, ...] = ("default",)
-    hub_splits: Mapping[str, str] = field(default_factory=dict)
-    """The hub's names of splits, where they differ."""
+    hub_splits: Mapping[str, str] = field(default_factory=dict)  # the hub's names of splits, where they differ
     optional: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def problem(self, row: Row, stem: str) -> Problem:

@@ -38,8 +38,7 @@ _SHOWN = 5
 _PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
 _MAY_BE_BLANK = ("solution", "answer")
 _OF_SOURCES = ("source", "metadata", "messages")
-MADE = "data.source"
-"""The benchmark of problems that a function has made."""
+MADE = "data.source"  # the benchmark of problems that a function has made
 SPLITS = ("warmup", "train", "test")
 """What a function makes. warmup and train may be missing: the warm-up then learns from train."""
 
@@ -99,10 +98,8 @@ class Columns:
 
 @dataclass(frozen=True)
 class BadRow:
-    source: str
-    """``path:line``."""
-    reason: str
-    """What is wrong, and what would be right."""
+    source: str  # ``path:line``
+    reason: str  # what is wrong, and what would be right
 
 
 @dataclass(frozen=True)

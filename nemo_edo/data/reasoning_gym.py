@@ -25,8 +25,7 @@ except ModuleNotFoundError as error:
 
 UNREADABLE = (ArithmeticError, AttributeError, LookupError, SyntaxError, TypeError, ValueError)
 """What some tasks' scores raise at an answer of another form: prime_factorization at "139 = 1", boxnet at a list."""
-ITEMS_PER_PROBLEM = 10
-"""Items that are made for each problem, at most: small tasks repeat themselves."""
+ITEMS_PER_PROBLEM = 10  # items that are made for each problem, at most: small tasks repeat themselves
 
 
 def make(

@@ -16,8 +16,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import shown
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_NOT_ROWS = {"dataset_info.json", "dataset_infos.json"}
-"""JSON files that the hub's data sets have next to their rows."""
+_NOT_ROWS = {"dataset_info.json", "dataset_infos.json"}  # JSON files that the hub's data sets have next to their rows
 NAME_COLUMNS = "other columns are named with data.columns.question=NAME and data.columns.answer=NAME"
 
 
@@ -31,12 +30,9 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Row:
-    number: int
-    """Number of the line or row, from 1."""
-    source: str
-    """``path:line``, ``path:row N`` or the row's own file."""
-    content: Any
-    """The value that was read, or a RowError."""
+    number: int  # number of the line or row, from 1
+    source: str  # ``path:line``, ``path:row N`` or the row's own file
+    content: Any  # the value that was read, or a RowError
 
     def fields(self) -> dict[str, Any]:
         """Raises RowError for a row that could not be read or is no object."""

@@ -29,8 +29,7 @@ class Prompts:
 
     lengths: list[int]
     """Tokens that a row may share: all before the prompt's last one, which predicts the response's first token."""
-    groups: list[int]
-    """Rows with the same number have the same prompt."""
+    groups: list[int]  # rows with the same number have the same prompt
 
     @classmethod
     def of(cls, batch: TrainingBatch) -> Prompts:
@@ -58,14 +57,11 @@ class Prompts:
 class MicroBatching:
     """How a rank's share of a global batch is cut: memory and speed, never the result."""
 
-    rows: int
-    """Most rows of a micro-batch that is not packed."""
+    rows: int  # most rows of a micro-batch that is not packed
     tokens: int | None = None
     """Most tokens of a micro-batch, padding included; None: no such bound, and rows stay in their order."""
-    packing: bool = False
-    """Rows are packed into one, without padding; it needs ``tokens``."""
-    share_prompts: bool = False
-    """A pack contains the prompt of several rows once; it needs ``packing``."""
+    packing: bool = False  # rows are packed into one, without padding; it needs ``tokens``
+    share_prompts: bool = False  # A pack contains the prompt of several rows once; it needs ``packing``
 
     def __post_init__(self) -> None:
         if self.packing and self.tokens is None:
@@ -78,14 +74,10 @@ class MicroBatching:
 class InputShapes:
     """Requirements on the token ids [rows, length] that enter the model."""
 
-    multiple: int = 1
-    """Lengths are multiples of it."""
-    sequence: int = 1
-    """Each sequence of a pack has a multiple of it; ``multiple`` is one, too."""
-    uniform: bool = False
-    """All micro-batches have one shape."""
-    group: int = 1
-    """The number of micro-batches is a multiple of it."""
+    multiple: int = 1  # lengths are multiples of it
+    sequence: int = 1  # each sequence of a pack has a multiple of it; ``multiple`` is one, too
+    uniform: bool = False  # all micro-batches have one shape
+    group: int = 1  # the number of micro-batches is a multiple of it
 
     def padded(self, tokens: int) -> int:
         """Tokens that a sequence takes of a pack."""
@@ -103,21 +95,14 @@ class InputShapes:
 class Share:
     """A data-parallel rank's rows of a global batch, and how they are cut into micro-batches: as many on every rank."""
 
-    rows: TrainingBatch
-    """[b, s]: this rank's rows alone, no longer than the longest of them."""
-    places: list[int]
-    """The rows' places in the global batch."""
-    lengths: list[int]
-    """Tokens of each row."""
-    micro_batches: list[list[int]]
-    """The rows of each micro-batch; some may be empty."""
-    shapes: list[tuple[int, int]]
-    """The shapes of the micro-batches' token ids as they enter the model."""
+    rows: TrainingBatch  # [b, s]: this rank's rows alone, no longer than the longest of them
+    places: list[int]  # the rows' places in the global batch
+    lengths: list[int]  # tokens of each row
+    micro_batches: list[list[int]]  # the rows of each micro-batch; some may be empty
+    shapes: list[tuple[int, int]]  # the shapes of the micro-batches' token ids as they enter the model
     packing: bool
-    prompts: Prompts | None
-    """Prompts that rows of a pack share; None: each row includes its prompt."""
-    padding_share: float = 0.0
-    """Share of padding in what the model computes of the global batch."""
+    prompts: Prompts | None  # prompts that rows of a pack share; None: each row includes its prompt
+    padding_share: float = 0.0  # share of padding in what the model computes of the global batch
     loss_counts: Mapping[str, float] = field(default_factory=dict)
     """For each term of the loss its count over the global batch, which the term is divided by; empty where no loss is
     computed."""

@@ -24,8 +24,7 @@ class Decoder:
 
     tokenizer: PreTrainedTokenizerBase
     ends: frozenset[int]
-    left_out: frozenset[int] | None = None
-    """The special tokens that are left out; None: all."""
+    left_out: frozenset[int] | None = None  # the special tokens that are left out; None: all
 
     def __call__(self, ids: Sequence[int]) -> str:
         ids = ids[:-1] if ids and ids[-1] in self.ends else ids
@@ -70,10 +69,8 @@ def _unusable(folder: Path, error: Exception) -> UserError:
 class StopTokens:
     """The union of what every source names."""
 
-    named_by: Mapping[str, tuple[int, ...]]
-    """The ids that a source names; sources that name none are left out."""
-    texts: Mapping[int, str]
-    """Each token as the vocabulary writes it."""
+    named_by: Mapping[str, tuple[int, ...]]  # the ids that a source names; sources that name none are left out
+    texts: Mapping[int, str]  # each token as the vocabulary writes it
 
     @property
     def ids(self) -> tuple[int, ...]:

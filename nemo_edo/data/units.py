@@ -61,10 +61,8 @@ for _name, _size in (("mph", 63360 * _IN / 3600), ("kph", Fraction(1000, 3600)),
     _UNITS[_name] = Counter({"length": 1, "time": -1}), _size
 for _name, _size in (("l liter litre", Fraction(1, 1000)), ("ml milliliter millilitre", Fraction(1, 10**6))):
     _UNITS |= dict.fromkeys(_name.split(), (Counter({"length": 3}), _size))
-NAMES = frozenset(_UNITS)
-"""Units that have a size, in the singular."""
-_MARK = "\x01"
-"""Put where a text or a sign of a unit began."""
+NAMES = frozenset(_UNITS)  # units that have a size, in the singular
+_MARK = "\x01"  # put where a text or a sign of a unit began
 _SIGNS = {"$": "dollars", "¢": "cents", "€": "euros", "£": "sterling", "¥": "yen", "₹": "rupees", "元": "yuan"}
 _MONEY = re.compile(
     r"(?P<sign>[-+]?)\s*(?:(?:US)?\\?(?P<mark>[$€£¥₹])|(?:\\text\{\s*)?(?P<word>USD|EUR|GBP|INR|Rs)\.?(?![a-zA-Z])[\s}]*)"
@@ -82,10 +80,8 @@ _ANOTHER = re.compile(r"(?P<first>\D+?)(?:\s*,)?(?:\s+and)?\s+(?P<number>\d[\d.]
 
 @dataclass(frozen=True)
 class Unit:
-    dimensions: frozenset[tuple[str, int]] = frozenset()
-    """The exponents of the dimensions of units that have a size."""
-    counted: frozenset[str] = frozenset()
-    """The other words, in the singular."""
+    dimensions: frozenset[tuple[str, int]] = frozenset()  # the exponents of the dimensions of units that have a size
+    counted: frozenset[str] = frozenset()  # the other words, in the singular
 
     @property
     def is_any(self) -> bool:
@@ -108,13 +104,10 @@ class Measure:
     """A value and its unit, as they are written."""
 
     value: str
-    multiplier: int
-    """1000000 in 5 million."""
-    size: Fraction
-    """The unit's, in the first unit of its dimension."""
+    multiplier: int  # 1000000 in 5 million
+    size: Fraction  # the unit's, in the first unit of its dimension
     unit: Unit
-    more: Measure | None = None
-    """30 minutes in 1 hour 30 minutes."""
+    more: Measure | None = None  # 30 minutes in 1 hour 30 minutes
 
 
 def measure(answer: str, *, letters: bool = False) -> Measure | None:

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.attention import Attention
 
 FP32 = 4
-MOST_ON_CPU = 512
-"""A CPU computes as many tokens a second with more rows."""
+MOST_ON_CPU = 512  # A CPU computes as many tokens a second with more rows
 GPU_RESERVE = 2 * 2**30
 """Bytes that stay free on a GPU: the workspaces of cuBLAS and NCCL's buffers, which are allocated when first used."""
 USED_OF_GPU, USED_OF_HOST = 0.9, 0.5

@@ -14,8 +14,7 @@ from nemo_edo.config import ServersConfig
 from nemo_edo.generation.replica import Replica
 from nemo_edo.utils.http import Fault, ServerError, TimeLimit, retrying, run_tasks
 
-CHECK_AFTER_S = 10.0
-"""Silence after which a managed replica with requests in flight is checked."""
+CHECK_AFTER_S = 10.0  # silence after which a managed replica with requests in flight is checked
 ALLOWANCE_S = 300.0
 ASSUMED_TOKEN_S = 0.1
 MEASURED_ANSWERS, PACE_FACTOR = 64, 4.0
@@ -52,8 +51,7 @@ class Dispatcher:
         self._replicas = replicas
         self._settings = settings
         self._after_restart = after_restart
-        self._measured, self._tokens, self._seconds = 0, 0, 0.0
-        """Of the requests so far."""
+        self._measured, self._tokens, self._seconds = 0, 0, 0.0  # of the requests so far
 
     def post_all(
         self,
@@ -69,8 +67,7 @@ class Dispatcher:
         attempts have failed, or every replica is retired; all other requests are cancelled by then."""
 
         async def post_all() -> None:
-            self._changed = asyncio.Condition()
-            """Notified when a replica may take a request, and when one is retired."""
+            self._changed = asyncio.Condition()  # notified when a replica may take a request, and when one is retired
             async with contextlib.AsyncExitStack() as sessions, asyncio.TaskGroup() as group:
                 self._servers = [_ReplicaState(replica) for replica in self._replicas]
                 for server in self._servers:
@@ -226,13 +223,11 @@ class _ReplicaState:
         self.is_retired = False
         self.last_error = "it has not answered yet"
         self.last_answer = 0.0
-        self.restarts = 0
-        """Since the last answer."""
+        self.restarts = 0  # since the last answer
         self.fault = asyncio.Event()
         self.hangs = False
         """Whether it let a request's time pass without any answer: it is restarted whatever its health check says."""
-        self.wait_s = 0.0
-        """Seconds for which it has asked for no requests."""
+        self.wait_s = 0.0  # seconds for which it has asked for no requests
 
 
 async def _every(seconds: float, call: Callable[[], Any]) -> None:

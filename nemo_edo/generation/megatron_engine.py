@@ -250,8 +250,7 @@ class _Decoding:
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.limit(sampling) for request in requests]
         self.prefix = min(lengths)
-        self.begun = min(most, len(requests))
-        """Requests that have, or had, a row: the first ones."""
+        self.begun = min(most, len(requests))  # requests that have, or had, a row: the first ones
         waiting = self.begun < len(requests)
         self.after_prompts = whole_prompts and (waiting or max(lengths) > self.prefix)
         """Whether the rows are at different positions."""
@@ -271,8 +270,7 @@ class _Decoding:
         self.logprobs = torch.zeros(len(requests), self.max_new_tokens)
         self.response_lengths = torch.zeros(len(requests), dtype=torch.int64)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool)
-        self.taken = torch.zeros_like(self.stopped)
-        """Responses that ``take_ended`` has given."""
+        self.taken = torch.zeros_like(self.stopped)  # responses that ``take_ended`` has given
         self.strings = strings
         self.stop_of: list[str | None] = [None] * len(requests)
         self.rows = torch.arange(self.begun)
@@ -280,8 +278,7 @@ class _Decoding:
         self._most, self._device = most, device
         self.last = torch.empty(0, dtype=torch.int64)
         self.context: CacheContext | None = None
-        self._experts: Tensor | None = None
-        """[requests, tokens, layers * k] int16"""
+        self._experts: Tensor | None = None  # [requests, tokens, layers * k] int16
 
     @property
     def free_rows(self) -> int:

@@ -28,8 +28,7 @@ SWITCHES = {
 """Attributes of Megatron's modules and Megatron-Bridge's adapters, with sequence parallelism off."""
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**26
 """Logits that tokens are chosen from at a time: as many as a core's cache holds; on a GPU as memory can spare."""
-LIKELY = 1024
-"""Tokens that nearly always reach top_p; finding them costs a tenth of sorting a whole vocabulary."""
+LIKELY = 1024  # tokens that nearly always reach top_p; finding them costs a tenth of sorting a whole vocabulary
 
 
 @contextlib.contextmanager

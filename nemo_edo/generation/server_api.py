@@ -30,10 +30,8 @@ ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-
 """Where ``make vllm-env`` and the container put the servers' environment."""
 PARTS_OF_AN_ANSWER = {"token_ids": "token ids", "logprobs": "log-probabilities"}
 POLICY = "policy"
-ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The maximal ranks that vLLM accepts."""
-BATCHED_TOKENS = 8192
-"""Prompt tokens per step of a server on a CPU, unless the longest sequence needs more."""
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximal ranks that vLLM accepts
+BATCHED_TOKENS = 8192  # prompt tokens per step of a server on a CPU, unless the longest sequence needs more
 INSIDE = Path(__file__).parent / "inside_server"
 
 
@@ -41,32 +39,22 @@ INSIDE = Path(__file__).parent / "inside_server"
 class ServerAPI:
     """A kind of server, and how the run starts one of it."""
 
-    backend: ClassVar[str]
-    """Its value of ``generation.backend``."""
-    package: ClassVar[str]
-    """The package that its interpreter must have."""
-    install: ClassVar[str]
-    """How to install it, for error messages."""
+    backend: ClassVar[str]  # its value of ``generation.backend``
+    package: ClassVar[str]  # the package that its interpreter must have
+    install: ClassVar[str]  # how to install it, for error messages
 
     settings: ServersConfig
     dtype: str
     log: Path
-    gpus: tuple[int, ...] = ()
-    """By their number among those that this process sees. Empty: the server runs on the CPU."""
-    max_length: int | None = None
-    """Tokens of prompt and response together; None: the model's own."""
-    arguments: tuple[str, ...] = ()
-    """Command-line arguments before those of the settings."""
+    gpus: tuple[int, ...] = ()  # By their number among those that this process sees. Empty: the server runs on the CPU.
+    max_length: int | None = None  # tokens of prompt and response together; None: the model's own
+    arguments: tuple[str, ...] = ()  # Command-line arguments before those of the settings
     logprobs_after_temperature: bool = False
     """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
-    sleeps: bool = False
-    """Whether the server must support sleep mode, which frees its GPU memory."""
-    nccl_library: str | None = None
-    """The library of a refit through NCCL; None: without."""
-    adapter_rank: int | None = None
-    """Rank of its LoRA adapters; None: without adapters."""
-    returns_experts: bool = False
-    """Whether answers have the experts that the routers of a mixture chose for each token."""
+    sleeps: bool = False  # whether the server must support sleep mode, which frees its GPU memory
+    nccl_library: str | None = None  # the library of a refit through NCCL; None: without
+    adapter_rank: int | None = None  # rank of its LoRA adapters; None: without adapters
+    returns_experts: bool = False  # whether answers have the experts that the routers of a mixture chose for each token
 
     def model_name(self, model: Path) -> str:
         """The name that the server gives to the model of folder ``model``."""
@@ -100,8 +88,7 @@ class VLLM(ServerAPI):
     backend = "vllm"
     package = "vllm"
     install = "make vllm-env (a machine without GPUs), or pip install vllm==0.33.0 in a separate environment"
-    takes_weights: ClassVar[bool] = True
-    """Whether the run sends weights to its servers."""
+    takes_weights: ClassVar[bool] = True  # whether the run sends weights to its servers
 
     def model_name(self, model: Path) -> str:
         return POLICY

@@ -17,8 +17,7 @@ from nemo_edo.utils.http import Fault, ServerError
 from nemo_edo.utils.status_line import Counter
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
-Chats = Mapping[str, Sequence[Mapping[str, str]]]
-"""The messages of each problem, by its id."""
+Chats = Mapping[str, Sequence[Mapping[str, str]]]  # the messages of each problem, by its id
 
 
 class ServedWeights(Protocol):
@@ -53,13 +52,10 @@ class ServerEngine:
         """stop_ids: the tokens that end a response. vocab_size: the token ids of responses are below it.
         logprobs_after_temperature: as for ``ServerAPI``. keeps_experts: rollouts get ``routed_experts``."""
         self.replicas = list(replicas)
-        self.excluded: list[Replica] = []
-        """Replicas that did not take the latest weights, and get no requests."""
+        self.excluded: list[Replica] = []  # replicas that did not take the latest weights, and get no requests
         self.policy_version = 0
-        self.served_model = replicas[0].model_name
-        """The model that requests name; an adapter has its own name."""
-        self.weights: ServedWeights | None = None
-        """None: the replicas have the weights that they were started with."""
+        self.served_model = replicas[0].model_name  # the model that requests name; an adapter has its own name
+        self.weights: ServedWeights | None = None  # None: the replicas have the weights that they were started with
         self._api = api
         self._settings = settings
         self._stop_ids = tuple(stop_ids)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-CUT_CHARACTER = "\ufffd"
-"""What decoding shows for an incomplete character."""
+CUT_CHARACTER = "\ufffd"  # what decoding shows for an incomplete character
 
 
 class StopStrings:

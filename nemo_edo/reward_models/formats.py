@@ -33,8 +33,7 @@ from nemo_edo.utils.files import read_object, write_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OWN_FILE = "reward_model.json"
-"""The file that marks our folders, and describes how they encode paths."""
+OWN_FILE = "reward_model.json"  # the file that marks our folders, and describes how they encode paths
 QWEN, SKYWORK = "Qwen2ForProcessRewardModel", "Qwen2ForPrmModel"
 QWEN_STEP = "<extra_0>"
 QWEN_SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -46,8 +45,7 @@ class Encoded:
     """One sequence for the model, and where its scores are read."""
 
     ids: tuple[int, ...]
-    ends: tuple[int, ...]
-    """The position of the token at which each step's score is read, in order."""
+    ends: tuple[int, ...]  # the position of the token at which each step's score is read, in order
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ def split_steps(text: str, separator: str) -> tuple[str, ...]:
 
 
 class QwenFormat:
-    separator = "\n\n"
-    """The default separator of two steps of a response."""
+    separator = "\n\n"  # the default separator of two steps of a response
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -161,8 +158,7 @@ class RewardFolder:
     """What is known of a reward model's folder before its weights are loaded."""
 
     path: Path
-    architecture: str
-    """The architecture that config.json names."""
+    architecture: str  # the architecture that config.json names
     config: dict[str, Any]
     own: OwnSettings | None
 

@@ -22,8 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from nemo_edo.errors import UserError
 from nemo_edo.reward_models.formats import QWEN, RewardFolder
 
-_HEADS = ("score", "v_head", "classifier")
-"""Attributes that hold the networks' heads; an encoder's is the last."""
+_HEADS = ("score", "v_head", "classifier")  # attributes that hold the networks' heads; an encoder's is the last
 
 
 class Qwen2ForProcessRewardModel(Qwen2PreTrainedModel):

@@ -35,8 +35,7 @@ from nemo_edo.types import Rollout
 if TYPE_CHECKING:
     from nemo_edo.reward_models.vllm_pooling import ServedRewardModel
 
-_HASHED_BYTES = 1 << 20
-"""Bytes at each end of a weights file that identify a model."""
+_HASHED_BYTES = 1 << 20  # bytes at each end of a weights file that identify a model
 
 
 class ProcessRewardModel:

@@ -47,16 +47,13 @@ class EncodedGroup:
 
     problem_id: str
     paths: tuple[tuple[int, ...], ...]
-    shared: tuple[bool, ...]
-    """For each wrong path, whether it shares the right one's prefix."""
+    shared: tuple[bool, ...]  # for each wrong path, whether it shares the right one's prefix
 
 
 @dataclass(frozen=True)
 class StepData:
-    groups: dict[str, list[EncodedGroup]]
-    """For train, validation and test; no question is in two of them."""
-    too_long: int
-    """Groups that are dropped because a path is longer than ``data.max_tokens``."""
+    groups: dict[str, list[EncodedGroup]]  # for train, validation and test; no question is in two of them
+    too_long: int  # groups that are dropped because a path is longer than ``data.max_tokens``
 
     def counts(self) -> dict[str, dict[str, int]]:
         """For each part: questions, right steps, wrong steps, and wrong steps that share a right step's prefix."""

@@ -34,8 +34,7 @@ from nemo_edo.run.inputs import model_folder
 from nemo_edo.run.stored_run import StoredRun, open_run
 from nemo_edo.run_folder import RunFolder
 
-_EVALUATION_TOKENS = 16384
-"""Tokens of a forward pass without gradients, padding included."""
+_EVALUATION_TOKENS = 16384  # tokens of a forward pass without gradients, padding included
 
 
 def train_reward_model(cfg: RewardModelRunConfig) -> Path:

@@ -55,28 +55,23 @@ _MEANINGS = tuple((re.compile(pattern), meaning) for pattern, meaning in (
 ))  # fmt: skip
 """Words for a formula."""
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
-_BUILDER = re.compile(r"[a-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\\vert|[:|])(?P<rest>.*)")
-"""x : x < 2"""
+_BUILDER = re.compile(r"[a-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\\vert|[:|])(?P<rest>.*)")  # x : x < 2
 _VERDICT = re.compile(r"(?P<verdict>yes|no|true|false)(?:, [^0-9]*)?")
 
 
 @dataclass(frozen=True)
 class Text:
-    words: str
-    """In lower case, without article; of a choice, its letter."""
+    words: str  # in lower case, without article; of a choice, its letter
     is_choice: bool = False
-    rest: str = ""
-    """What follows the letter of a choice."""
+    rest: str = ""  # what follows the letter of a choice
 
 
 @dataclass(frozen=True)
 class Time:
     """A time of day."""
 
-    shown: int
-    """Seconds, without am and pm."""
-    since_midnight: int | None
-    """None where it may be in the morning or in the afternoon."""
+    shown: int  # Seconds, without am and pm
+    since_midnight: int | None  # None where it may be in the morning or in the afternoon
 
 
 @dataclass(frozen=True)
@@ -86,12 +81,9 @@ class Number:
     text: str
     value: sympy.Expr | sympy.MatrixBase
     unit: Unit = Unit()
-    size: Fraction = Fraction(1)
-    """The unit's, in the first unit of its dimension."""
-    percent: str = ""
-    """%, or percent in words, which never means the number itself."""
-    digits: str = ""
-    """Its digits in another base than ten, if it has them."""
+    size: Fraction = Fraction(1)  # the unit's, in the first unit of its dimension
+    percent: str = ""  # %, or percent in words, which never means the number itself
+    digits: str = ""  # its digits in another base than ten, if it has them
 
 
 @dataclass(frozen=True)
@@ -108,8 +100,7 @@ class Items:
 class Region:
     """A set of numbers: an interval, a union, or what an inequality says."""
 
-    numbers: sympy.Set | Boolean
-    """A condition where it is one of several variables."""
+    numbers: sympy.Set | Boolean  # A condition where it is one of several variables
 
 
 @dataclass(frozen=True)
@@ -118,8 +109,7 @@ class Named:
 
     name: str
     value: Value
-    formula: sympy.Expr | None = None
-    """The left side where it is no name."""
+    formula: sympy.Expr | None = None  # the left side where it is no name
 
 
 Value = Text | Time | Number | Items | Region | Named
@@ -144,8 +134,7 @@ def read(text: str, *, letters: bool = False) -> Value | None:
 
 
 NO_SOLUTION = Text("no solution")
-_NOTHING = Text("")
-"""Read by a reader that knows the kind of the answer, but not its value."""
+_NOTHING = Text("")  # read by a reader that knows the kind of the answer, but not its value
 
 
 def plain(text: str) -> str:

@@ -43,8 +43,7 @@ _FORMS: tuple[tuple[set[str], bool, dict[str, str]], ...] = (
 )
 """The forms of functions: the parameters that mark each, whether it takes lists, and what its parameters get. TRL's
 also takes columns of the data by their names. The last form needs no mark."""
-COLUMN = "column "
-"""Begins what a parameter gets that is the name of a column."""
+COLUMN = "column "  # begins what a parameter gets that is the name of a column
 SCORE = "score"
 """The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
 LARGEST = 1e12
@@ -54,33 +53,26 @@ VOTE = "vote"
 None. It must not depend on what is right: a vote at test time does not know that."""
 _EXPECTED = f"expected a number from {-LARGEST:g} to {LARGEST:g}, or a dict of named ones"
 
-Result = dict[str, Any]
-"""A response's reward as ``SCORE``, named parts, and ``VOTE`` where the function gave it."""
+Result = dict[str, Any]  # A response's reward as ``SCORE``, named parts, and ``VOTE`` where the function gave it
 
 
 @dataclass(frozen=True)
 class Signature:
-    batch: bool
-    """Whether it takes lists."""
-    concurrent: bool
-    """Whether it is ``async`` and takes one response: then a call is of many, at the same time."""
+    batch: bool  # whether it takes lists
+    concurrent: bool  # whether it is ``async`` and takes one response: then a call is of many, at the same time
     arguments: dict[str, str]
     """The function's parameters, and what each gets: one of ``ARGUMENTS``, or of TRL's or verl's."""
-    optional: frozenset[str]
-    """The parameters that have a default."""
-    all_columns: bool
-    """Whether it takes every column of the data by name."""
+    optional: frozenset[str]  # the parameters that have a default
+    all_columns: bool  # whether it takes every column of the data by name
 
 
 @dataclass(frozen=True)
 class Failure:
     """Why a call has no result."""
 
-    reason: str
-    """What the function did, without its name."""
+    reason: str  # what the function did, without its name
     traceback: str = ""
-    row: int = 0
-    """The response among the call's that it is about."""
+    row: int = 0  # the response among the call's that it is about
 
 
 class CustomScorer:

@@ -26,13 +26,11 @@ from nemo_edo.rewards.answer_values import (
 )
 from nemo_edo.rewards.spelling import respelled
 
-_DIGITS = 40
-"""Decimals of numbers that are compared; they are equal where three quarters of these agree."""
+_DIGITS = 40  # decimals of numbers that are compared; they are equal where three quarters of these agree
 _POINTS = ((0.6180339, 0.3141592), (2.2360679, 0.1414213), (-1.7320508, -0.2718281))
 """The first and the last variable's value, with steps in between."""
 _ROUNDED = re.compile(r"-?\d*\.\d+")
-_FEWEST_DIGITS = 6
-"""Of a decimal that may stand for 1/3 or a root."""
+_FEWEST_DIGITS = 6  # of a decimal that may stand for 1/3 or a root
 _VARIABLE = re.compile(r"(?<![a-zA-Z])[a-df-hj-zA-Z](?![a-zA-Z])")
 _BOUND = re.compile(r"\\(?:sum|prod|int|lim)(?![a-zA-Z])")
 _RUN, _COMMAND = re.compile(r"[a-zA-Z]{2,}"), re.compile(r"\\(?:(?:begin|end)\{\w+\}|[a-zA-Z]+)")

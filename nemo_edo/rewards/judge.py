@@ -36,11 +36,9 @@ REFUSES_ONE_REQUEST = (400, 413, 422)
 WHOLE = (None, "stop", "eos", "end_turn")
 """The finish_reason of a reply that ended by itself: others were cut, or withheld by a filter."""
 NO_VERDICT = "its reply has no verdict"
-SHOWN = 200
-"""Characters of a reply's end that messages show."""
+SHOWN = 200  # characters of a reply's end that messages show
 SHOWN_REASONS = 5
-WAIT_S = 60.0
-"""How long to wait for other processes that are writing into the cache."""
+WAIT_S = 60.0  # how long to wait for other processes that are writing into the cache
 _TABLE = """CREATE TABLE IF NOT EXISTS verdicts (
     key TEXT PRIMARY KEY, verdict INTEGER NOT NULL, reply TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL, checksum TEXT NOT NULL) WITHOUT ROWID"""
@@ -51,8 +49,7 @@ _EXAMPLE = Problem("example", "What is 1 + 1?", "1 + 1 = 2", "2", "example")
 class Reply:
     """A judge's answer."""
 
-    verdict: bool | None
-    """Whether the response is correct; None: the reply has no verdict."""
+    verdict: bool | None  # whether the response is correct; None: the reply has no verdict
     text: str
     prompt_tokens: int
     completion_tokens: int
@@ -116,18 +113,12 @@ class JudgeReport:
     """What a judge was asked and replied since its last report, what that cost, and whether the rules (MathVerifier)
     agree."""
 
-    replies: int = 0
-    """Received, with or without a verdict."""
-    cached: int = 0
-    """Verdicts taken from the cache."""
-    judged: int = 0
-    """Responses with a verdict."""
-    abstained: Counter[str] = field(default_factory=Counter)
-    """Responses without one, by reason."""
-    without_verdict: str = ""
-    """The end of the first reply without a verdict."""
-    prompt_tokens: int = 0
-    """Without those of cached verdicts."""
+    replies: int = 0  # Received, with or without a verdict
+    cached: int = 0  # verdicts taken from the cache
+    judged: int = 0  # responses with a verdict
+    abstained: Counter[str] = field(default_factory=Counter)  # responses without one, by reason
+    without_verdict: str = ""  # the end of the first reply without a verdict
+    prompt_tokens: int = 0  # without those of cached verdicts
     completion_tokens: int = 0
     agreement: Counter[tuple[bool, bool]] = field(default_factory=Counter)
     """Responses that the rules could verify too, by (judge's verdict, rules' verdict)."""
@@ -191,8 +182,7 @@ class Judge:
         self._url = settings.url.rstrip("/").removesuffix(CHAT) + CHAT
         self._server = f"the judge (rewards.judge.url {self._url})"
         self._key = key_of_environment("rewards.judge.api_key_variable", settings.api_key_variable)
-        self._not_before = 0.0
-        """The server has asked for no request before this, in the event loop's time."""
+        self._not_before = 0.0  # the server has asked for no request before this, in the event loop's time
 
     def check(self) -> None:
         """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply

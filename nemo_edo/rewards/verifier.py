@@ -33,8 +33,7 @@ from nemo_edo.utils.worker_pool import Limits, TaskFailure, WorkerPool
 UNFINISHED, MISSING, CORRECT = "did not finish", "no final answer", "correct"
 TIMED_OUT = f"{UNVERIFIED}{worker_pool.TIMED_OUT.reason}"
 TOO_LONG = f"{UNVERIFIED}refused an answer above {LONGEST_ANSWER} characters"
-_EQUIVALENCE = "nemo_edo.rewards.equivalence"
-"""Called by import path: only workers import it."""
+_EQUIVALENCE = "nemo_edo.rewards.equivalence"  # called by import path: only workers import it
 
 
 @dataclass(frozen=True)
@@ -103,10 +102,8 @@ class ExactAnswerScorer:
 @dataclass(frozen=True)
 class Verdict:
     correct: bool
-    answer: str
-    """The answer's canonical form, or its text where finding that failed."""
-    failure: str | None = None
-    """Why the answer could not be verified."""
+    answer: str  # the answer's canonical form, or its text where finding that failed
+    failure: str | None = None  # why the answer could not be verified
 
 
 class MathVerifier:

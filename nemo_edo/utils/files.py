@@ -18,10 +18,8 @@ import yaml
 
 from nemo_edo.errors import UserError
 
-LONGEST_PART = 150
-"""Characters of a text in a file's name: file systems take 255 bytes."""
-LONGEST_YAML = 10 << 20
-"""Bytes of a YAML file that is read."""
+LONGEST_PART = 150  # characters of a text in a file's name: file systems take 255 bytes
+LONGEST_YAML = 10 << 20  # bytes of a YAML file that is read
 
 
 @contextlib.contextmanager
@@ -106,8 +104,7 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: {why}; restore it from a copy") from error
 
 
-CHECKSUM = "nemo_edo.checksum"
-"""The last key of an object that ``json_text`` has written."""
+CHECKSUM = "nemo_edo.checksum"  # the last key of an object that ``json_text`` has written
 
 
 def json_text(value: Any) -> str:

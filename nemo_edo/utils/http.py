@@ -24,14 +24,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from nemo_edo.errors import UserError
 
 HIDDEN = "***"
-SHORTEST_HIDDEN = 8
-"""Characters. A shorter key is not hidden: it is no secret, and may be part of ordinary text."""
-BREAK = r"(?:\s|\\[nrt])*"
-"""White space, and how JSON writes it."""
-RETRIABLE = (408, 425, 429)
-"""Statuses below 500 after which the same request may succeed."""
-SHOWN_CHARACTERS = 500
-"""Characters of an answer's body that messages show."""
+SHORTEST_HIDDEN = 8  # Characters. A shorter key is not hidden: it is no secret, and may be part of ordinary text.
+BREAK = r"(?:\s|\\[nrt])*"  # white space, and how JSON writes it
+RETRIABLE = (408, 425, 429)  # statuses below 500 after which the same request may succeed
+SHOWN_CHARACTERS = 500  # characters of an answer's body that messages show
 KEEPALIVE_S = 2.0
 """Idle connections are closed after this time: uvicorn closes them after 5 s, perhaps just as a request is sent."""
 

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_PR_SET_CHILD_SUBREAPER = 36
-"""For prctl(2): descendants whose parent has ended become children of this process."""
+_PR_SET_CHILD_SUBREAPER = 36  # for prctl(2): descendants whose parent has ended become children of this process
 _PR_SET_PDEATHSIG = 1
 """For prctl(2): the signal that the kernel sends to this process when the thread that started it ends."""
 
@@ -43,8 +42,7 @@ def process_began() -> float:
     return time.monotonic() - (time.time() - psutil.Process().create_time())
 
 
-POLLS_PER_SECOND = 5
-"""How often a keeper checks that its parent is alive."""
+POLLS_PER_SECOND = 5  # how often a keeper checks that its parent is alive
 
 
 def kept(command: Sequence[str]) -> list[str]:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from nemo_edo.errors import RunStopped, UserError
 
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
-SAID_AFTER_S = 10.0
-"""A process that has waited for others for so long says so."""
+SAID_AFTER_S = 10.0  # A process that has waited for others for so long says so
 
 
 def check_ranks() -> None:

@@ -10,10 +10,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-REDRAWN_EVERY_S = 0.2
-"""Drawing takes about a millisecond: a loop of short steps must not pay for each of them."""
-COUNTED_AFTER_S = 2.0
-"""Shorter work is not counted on the terminal."""
+REDRAWN_EVERY_S = 0.2  # drawing takes about a millisecond: a loop of short steps must not pay for each of them
+COUNTED_AFTER_S = 2.0  # shorter work is not counted on the terminal
 
 
 @cache

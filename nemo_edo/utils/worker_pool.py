@@ -52,10 +52,8 @@ TIMED_OUT, OUT_OF_MEMORY, CRASHED = map(TaskFailure, ("timed out", "ran out of m
 class Limits:
     """What untrusted tasks may take."""
 
-    seconds: float
-    """CPU time of one task, which on an idle machine is its wall time."""
-    memory_mb: int
-    """Address space of one worker in MiB, including its libraries (about 70)."""
+    seconds: float  # CPU time of one task, which on an idle machine is its wall time
+    memory_mb: int  # address space of one worker in MiB, including its libraries (about 70)
     workers: int
     budget_s: float = math.inf
     """Seconds that tasks which reach their limit may take of all workers, from one ``WorkerPool.begin`` to the next.
@@ -150,8 +148,7 @@ def main() -> None:
 class _Worker:
     pid: int
     connection: Connection
-    task: int | None = None
-    """Index of its current task."""
+    task: int | None = None  # index of its current task
     deadline: float = math.inf
 
     def end(self) -> int:
