@@ -125,8 +125,6 @@ def _settings(actor: ActorConfig) -> EDGRPOPolicyLossConfig:
     return actor.policy_loss
 
 
-# --- the schedule --------------------------------------------------------------------------------------------------
-
 _validate_actor = ActorConfig.validate
 
 

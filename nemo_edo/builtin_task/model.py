@@ -27,11 +27,9 @@ _FILLED_IN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def vocabulary(config: ArithmeticConfig) -> list[str]:
-    """The tokens in the order of their ids: special ones, signs, numbers from 0, then unused ones.
-
-    Every number of the data is one token, and those up to 99 are there whatever the operands. Unused tokens fill up
-    to a multiple of 64, so that tensor-parallel ranks get equal shares.
-    """
+    """The tokens in the order of their ids: special ones, signs, numbers from 0, then unused ones. Every number of the
+    data is one token, and those up to 99 are there whatever the operands. Unused tokens fill up to a multiple of 64, so
+    that tensor-parallel ranks get equal shares."""
     # Every operand at its largest, every step wrong upwards.
     largest = config.num_operands * config.max_operand + max(STEP_ERRORS) * (config.num_operands - 1)
     return _filled_up([*_WORDS, *map(str, range(max(largest, _SMALLEST_MAX_NUMBER) + 1))])
@@ -50,12 +48,9 @@ def _filled_up(words: Sequence[str]) -> list[str]:
 
 
 def write_tokenizer(folder: str | Path, words: ArithmeticConfig | Sequence[str]) -> PreTrainedTokenizerFast:
-    """Writes a tokenizer that ``AutoTokenizer.from_pretrained(folder)`` loads, and returns it.
-
-    words: the settings of the arithmetic task, or the tokens of another (``word_vocabulary``). Decoding gives back any
-    text of the task exactly; no token is put before it. Other text, and a number that is not in the vocabulary,
-    becomes ``<unk>``.
-    """
+    """Writes a tokenizer that ``AutoTokenizer.from_pretrained(folder)`` loads, and returns it. words: the settings of
+    the arithmetic task, or the tokens of another (``word_vocabulary``). Decoding gives back any text of the task
+    exactly; no token is put before it. Other text, and a number that is not in the vocabulary, becomes ``<unk>``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -80,13 +75,9 @@ def write_base_model(
     folder: str | Path, architecture: Mapping[str, Any], words: ArithmeticConfig | Sequence[str]
 ) -> PretrainedConfig:
     """Writes the tokenizer and a config.json made of ``architecture``, without weights, and returns the config.
-
     ``architecture`` is ``model.architecture``: a ``model_type`` and fields of its Hugging Face config class. The
-    vocabulary size and the ids of special tokens are filled in from the tokenizer.
-
-    Raises UserError (a ValueError) for a model_type without a causal language model, an unknown field, or one that is
-    filled in.
-    """
+    vocabulary size and the ids of special tokens are filled in from the tokenizer. Raises UserError (a ValueError) for
+    a model_type without a causal language model, an unknown field, or one that is filled in."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

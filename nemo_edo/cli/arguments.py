@@ -33,11 +33,8 @@ class Command:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The arguments; the command's name is ``command``.
-
-    Ends the process with a message for what cannot be parsed, and after the help, which is all there is without a
-    command.
-    """
+    """The arguments; the command's name is ``command``. Ends the process with a message for what cannot be parsed, and
+    after the help, which is all there is without a command."""
     parser, commands = build_parser()
     if "_ARGCOMPLETE" in os.environ:
         complete(parser, commands)

@@ -34,12 +34,10 @@ Job = RunConfig | RewardModelRunConfig | ScoreConfig
 
 
 def compose_run(config_name: str, overrides: list[str], config_dir: str | Path | None = None) -> RunConfig:
-    """The checked configuration of a run.
-
-    ``config_name`` names a file of ``config_dir`` (``None``: the shipped ``conf/``) without its ``.yaml``, such as
-    ``quickstart`` or ``experiment/main/gsm8k_llama3_grpo``; ``overrides`` are in Hydra's syntax. A config or group that
-    ``config_dir`` lacks comes from the shipped ``conf/``. Raises ``ConfigError``.
-    """
+    """The checked configuration of a run. ``config_name`` names a file of ``config_dir`` (``None``: the shipped
+    ``conf/``) without its ``.yaml``, such as ``quickstart`` or ``experiment/main/gsm8k_llama3_grpo``; ``overrides`` are
+    in Hydra's syntax. A config or group that ``config_dir`` lacks comes from the shipped ``conf/``. Raises
+    ``ConfigError``."""
     return require_run(compose_job(config_name, overrides, config_dir), config_name)
 
 
@@ -108,10 +106,8 @@ def arm_configs(
 ) -> dict[str, ArmConfig]:
     """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
     ``policy``, and none where supervised training is all, or nothing is trained. ``replicate_baseline`` adds one.
-
-    place: says where a key was set. Raises ``ConfigError`` for an unknown key or a bad value of an arm
-    (``compose_run`` has checked that already).
-    """
+    place: says where a key was set. Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run``
+    has checked that already)."""
     if not cfg.has_arms:
         return {}
     arms = {} if cfg.arms else {"policy": getattr(cfg, cfg.algorithm)}
@@ -146,9 +142,8 @@ def _structured(schema: type) -> DictConfig:
 
 
 def _merged(schema: DictConfig, values: DictConfig, prefix: str, place: Callable[[str], str]) -> DictConfig:
-    """The schema's defaults with the values, converted to its types. prefix: of the values' full keys.
-
-    Raises ConfigError for an unknown key and for a value of another type."""
+    """The schema's defaults with the values, converted to its types. prefix: of the values' full keys. Raises
+    ConfigError for an unknown key and for a value of another type."""
     keys = setting_types(OmegaConf.get_type(schema), prefix)
     for key, hint in keys.items():
         value = OmegaConf.select(values, key.removeprefix(prefix), default={}) if is_dataclass(hint) else {}
@@ -221,12 +216,10 @@ OTHER_NAMES = {
 
 
 def suggestion(key: str, known: Collection[str]) -> str:
-    """``; did you mean A, B or C?`` for an unknown key, or nothing where no known key is near it in name or meaning.
-
-    A key of the same name in another section is nearer than one of another name: ``iterations`` means
+    """``; did you mean A, B or C?`` for an unknown key, or nothing where no known key is near it in name or meaning. A
+    key of the same name in another section is nearer than one of another name: ``iterations`` means
     ``grpo.iterations``, ``idpo.iterations`` or that of one arm, and ``grpo.lr`` means ``grpo.optimizer.lr``. Other
-    names have to be more alike across sections than within one.
-    """
+    names have to be more alike across sections than within one."""
     found = _candidates(key, known)
     if not found:
         return ""

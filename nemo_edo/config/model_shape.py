@@ -28,11 +28,8 @@ families are estimated as Llama's."""
 @dataclass(frozen=True)
 class ModelShape:
     """The sizes of a model by the names that Megatron-core has for them: exact for the families Llama, Mistral, Qwen2,
-    Qwen3 and Qwen3-MoE, an estimate for others.
-
-    All have RMS norms, gated MLPs, grouped queries and rotary positions, and no bias elsewhere. In a mixture of
-    experts, experts replace every layer's MLP.
-    """
+    Qwen3 and Qwen3-MoE, an estimate for others. All have RMS norms, gated MLPs, grouped queries and rotary positions,
+    and no bias elsewhere. In a mixture of experts, experts replace every layer's MLP."""
 
     num_layers: int
     hidden_size: int
@@ -52,10 +49,7 @@ class ModelShape:
     @classmethod
     def from_hf(cls, fields: Mapping[str, Any], source: str) -> ModelShape:
         """The shape that the fields of a config.json give, or those of ``model.architecture``. source: where they come
-        from, for errors.
-
-        Raises UserError for a size that is missing.
-        """
+        from, for errors. Raises UserError for a size that is missing."""
         fields = {NAMES_IN_FILES.get(name, name): value for name, value in fields.items()}
         family = fields.get("model_type")
         experts = family == "qwen3_moe" or bool(fields.get("num_experts"))

@@ -246,7 +246,6 @@ class BoundsConfig(Section):
 @dataclass
 class GuardsConfig(Section):
     """Guards of the numbers (steps that are skipped) and of the policy (bounds on what collections and steps measure).
-
     They may change between two starts of a run."""
 
     max_skipped_steps: PositiveInt = 3

@@ -43,11 +43,9 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", 
 
 
 def canonical_number(text: str) -> str | None:
-    """The one spelling of a number: no sign for zero, no separators, dollar sign, leading or trailing zeros.
-
-    ``"1,234" -> "1234"``, ``"$5" -> "5"``, ``"18.00" -> "18"``, ``"3.50" -> "3.5"``, ``"-3." -> "-3"``. None where the
-    text is anything but a number (units and words included).
-    """
+    """The one spelling of a number, without separators, dollar sign, leading and trailing zeros: ``"1,234" -> "1234"``,
+    ``"$5" -> "5"``, ``"3.50" -> "3.5"``, ``"-3." -> "-3"``, ``"-0" -> "0"``. None where the text is anything but a
+    number (units and words included)."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or not (match["whole"] or match["fraction"]):
         return None
@@ -96,10 +94,8 @@ def is_well_formed(text: str) -> bool:
 
 def clean_answer(text: str) -> str:
     """An answer without what surrounds it: math delimiters, a box, bold face, typographic spaces, a closing full stop.
-
     Digits that a space or ``{,}`` groups by thousands are joined, and the sign of dollars is ``\\$``. Nothing else of
-    the mathematics is changed.
-    """
+    the mathematics is changed."""
     before, text = None, _SPACES.sub(" ", _THOUSANDS.sub("", text.replace(r"\$", _DOLLAR)))
     while text != before:  # one thing may surround another
         before = text

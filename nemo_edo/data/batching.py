@@ -31,11 +31,9 @@ def build_batch(
     length: int | None = None,
     **logprobs: Sequence[Sequence[float]],
 ) -> TrainingBatch:
-    """One row for each (prompt ids, response ids), right-padded to ``length`` (None: the longest sequence).
-
-    The mask is 1 at the R positions that predict a response's R tokens, the first of which is the prompt's last.
-    logprobs: one per response token, of the batch's fields old_logprobs, ref_logprobs and sampler_logprobs.
-    """
+    """One row for each (prompt ids, response ids), right-padded to ``length`` (None: the longest sequence). The mask is
+    1 at the R positions that predict a response's R tokens, the first of which is the prompt's last. logprobs: one per
+    response token, of the batch's fields old_logprobs, ref_logprobs and sampler_logprobs."""
     sizes = [len(prompt) + len(response) for prompt, response in sequences]
     length = max(sizes) if length is None else length
     tokens = torch.full((len(sequences), length), pad_id, dtype=torch.int64)
@@ -57,7 +55,6 @@ def place_on_responses(
 
 def place_experts(rows: Sequence[bytes], sequences: Sequence[PromptAndResponse], length: int) -> Tensor | None:
     """[B, T = length - 1, layers * k] int16: ``Rollout.routed_experts`` of each sequence; None where they have none.
-
     Raises ValueError where some have them and others do not, or other numbers of layers and experts."""
     inputs = [len(prompt) + len(response) - 1 for prompt, response in sequences]
     widths = {len(experts) / count for experts, count in zip(rows, inputs, strict=True)}
@@ -99,11 +96,8 @@ def minibatches(order: Sequence[T], size: int) -> list[list[T]]:
 
 def preference_pairs(group: Sequence[ScoredRollout], count: int, seed: int | str) -> list[PreferencePair]:
     """At most ``count`` pairs of a success and a failure among the responses to one prompt (iterative DPO), iterating
-    over both sets in an order of the seed.
-
-    Both sets are iterated in step, each starting over at its end, so that every response is used before one is used
-    twice (in the larger set). No pair occurs twice. Empty where a set is empty.
-    """
+    over both sets in an order of the seed. Both sets are iterated in step, each starting over at its end, so that every
+    response is used before one is used twice (in the larger set). No pair occurs twice. Empty where a set is empty."""
     order = random.Random(f"pairs {seed}").sample(list(group), len(group))
     chosen = [item for item in order if item.success]
     rejected = [item for item in order if not item.success]

@@ -133,10 +133,8 @@ def _olympiad_gold(values: Mapping[str, Any]) -> Gold:
 
 
 def _s1k_gold(values: Mapping[str, Any]) -> Gold:
-    """``solution`` is a number, a formula, a letter, a whole solution or a proof, as its source has it.
-
-    What SFT learns is the trace of thought and the attempt, where they are given, and the sentence with the answer.
-    """
+    """``solution`` is a number, a formula, a letter, a whole solution or a proof, as its source has it. What SFT learns
+    is the trace of thought and the attempt, where they are given, and the sentence with the answer."""
     question, reference = text_of(values["question"], "question"), text_of(values["solution"], "solution").strip()
     stated = _BOXED.extract(reference) or _PHRASE.extract(reference)
     short = "\n" not in reference and len(reference) <= _LONGEST_RULED and not _PROSE.search(reference)

@@ -63,10 +63,8 @@ class Columns:
         return any(value is not None for value in vars(self).values())
 
     def problem(self, row: Row, stem: str) -> Problem:
-        """The problem of a row, named ``STEM-ID``; the row's number is its id where it has none.
-
-        Raises RowError for a missing column, and for a value that is none of JSON's.
-        """
+        """The problem of a row, named ``STEM-ID``; the row's number is its id where it has none. Raises RowError for a
+        missing column, and for a value that is none of JSON's."""
         content, chat = row.fields(), ()
         texts, metadata = {"id": str(row.number), "answer": "", "solution": ""}, dict(content)
         for name in ("question", "answer", "solution", "id"):
@@ -208,10 +206,8 @@ def without_bad_rows(
 def write_problems(
     path: Path, problems: Sequence[Problem], *, benchmark: str, split: str, source: dict[str, str], skipped: int
 ) -> dict[str, Any]:
-    """Writes problems as JSON lines, and next to them the manifest, which is returned.
-
-    ``source``: what they were read from, and its checksum.
-    """
+    """Writes problems as JSON lines, and next to them the manifest, which is returned. ``source``: what they were read
+    from, and its checksum."""
     names = (*_PREPARED_FIELDS, *(_OF_SOURCES if benchmark == MADE else ()))
     rows = [{name: getattr(problem, name) for name in names} for problem in problems]
     for row, problem in zip(rows, problems, strict=True):
@@ -292,10 +288,8 @@ def load_source(path: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> dict[str, list[Problem]]:
     """The splits that ``data.source`` returns: ``{"train": problems, "test": problems}``, where a problem is a
     ``Problem`` or a row with ``columns``. Without "train" nothing can be trained. "warmup", if there is one, has the
-    problems whose solutions the warm-up learns.
-
-    Raises UserError where the function fails, returns something else, or a problem is bad or occurs twice.
-    """
+    problems whose solutions the warm-up learns. Raises UserError where the function fails, returns something else, or a
+    problem is bad or occurs twice."""
     function = load_source(path, arguments)
     try:
         splits = function(**arguments)

@@ -31,11 +31,9 @@ ITEMS_PER_PROBLEM = 10  # items that are made for each problem, at most: small t
 def make(
     name: str, train_problems: int = 1024, test_problems: int = 128, seed: int = 0, **settings: Any
 ) -> dict[str, list[Problem]]:
-    """Problems of the task ``name``, whose own settings are ``settings``. No question occurs twice.
-
-    Raises UserError where reasoning-gym is missing, for an unknown task or setting, and where the task has too few
-    different questions.
-    """
+    """Problems of the task ``name``, whose own settings are ``settings``. No question occurs twice. Raises UserError
+    where reasoning-gym is missing, for an unknown task or setting, and where the task has too few different
+    questions."""
     wanted = train_problems + test_problems
     if train_problems < 0 or test_problems < 1:
         raise UserError(f"data.source_args: {train_problems=} and {test_problems=}, expected at least 0 and 1")
@@ -61,10 +59,8 @@ def make(
 
 def score(*, question: str, final_answer: str | None, metadata: dict[str, Any], problem_id: str) -> float:
     """The task's own score of the answer, 1 where it is right; 0 without an answer, or with one it cannot read. The
-    item is made again: its values are of more types than JSON has, and scores tell tuples from lists.
-
-    Raises UserError where reasoning-gym makes another question than the problem's.
-    """
+    item is made again: its values are of more types than JSON has, and scores tell tuples from lists. Raises UserError
+    where reasoning-gym makes another question than the problem's."""
     if final_answer is None:
         return 0.0
     dataset = _dataset(metadata["task"], json.dumps(metadata["settings"]))

@@ -202,11 +202,9 @@ def plan_micro_batches(
 
 def _packs(lengths: Sequence[int], ranks: int, tokens: int, unit: int, prompts: Prompts) -> list[list[list[int]]]:
     """Packs of at most ``tokens`` tokens, split over the ranks: for each rank its packs' rows. Neither two packs nor
-    two ranks differ by more tokens than the longest piece has: a unit, or units that share a prompt.
-
-    Each piece, the longest first, goes to the pack with the fewest tokens (Graham's rule for equal loads): first with
-    as few packs as could do, then with as many more as it takes.
-    """
+    two ranks differ by more tokens than the longest piece has: a unit, or units that share a prompt. Each piece, the
+    longest first, goes to the pack with the fewest tokens (Graham's rule for equal loads): first with as few packs as
+    could do, then with as many more as it takes."""
     if len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows in packs cannot keep {unit} rows together")
     longest = max((sum(lengths[start : start + unit]) for start in range(0, len(lengths), unit)), default=0)

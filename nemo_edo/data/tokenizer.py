@@ -93,10 +93,8 @@ class StopTokens:
 
 def read_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, more: Iterable[int] = ()) -> StopTokens:
     """The end tokens of the tokenizer, of ``generation_config.json`` and of ``config.json``, and ``more``
-    (``sampling.stop_token_ids``).
-
-    Raises UserError where no source names one, and for an id that is not in the vocabulary, naming its source.
-    """
+    (``sampling.stop_token_ids``). Raises UserError where no source names one, and for an id that is not in the
+    vocabulary, naming its source."""
     named = {"the tokenizer": tokenizer.eos_token_id}
     size = len(tokenizer)
     for name in ("generation_config.json", "config.json"):

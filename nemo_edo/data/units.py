@@ -111,10 +111,8 @@ class Measure:
 
 
 def measure(answer: str, *, letters: bool = False) -> Measure | None:
-    """An answer's value and unit; None where it is not a value that a unit, or what is counted, follows.
-
-    letters: whether a single letter outside of a text may be a unit: 5 m may be a product.
-    """
+    """An answer's value and unit; None where it is not a value that a unit, or what is counted, follows. letters:
+    whether a single letter outside of a text may be a unit: 5 m may be a product."""
     currency = ""
     if money := _MONEY.fullmatch(answer):
         answer = money["before"] or money["sign"] + money["amount"]

@@ -92,8 +92,6 @@ class Dispatcher:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         run_tasks(post_all())
 
-    # --- one request ----------------------------------------------------------------------------------------------
-
     async def _post(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
         settings = self._settings
         try:
@@ -153,8 +151,6 @@ class Dispatcher:
 
     def _with_room(self) -> list[_ReplicaState]:
         return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]
-
-    # --- supervision of one replica ---------------------------------------------------------------------------------
 
     async def _supervise(self, server: _ReplicaState) -> None:
         """Whenever the replica is in doubt (a fault, the end of its process, or, of a managed one, silence in spite of

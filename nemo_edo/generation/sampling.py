@@ -54,10 +54,8 @@ def token_by_token(chunks: list[MegatronModule]) -> Iterator[list[MegatronModule
 def through_stages(
     chunks: list[MegatronModule], tokens: Tensor, positions: Tensor, context: StaticInferenceContext
 ) -> Tensor | None:
-    """Logits of ``tokens`` [b, s] at ``positions`` on the last pipeline stage, None on the others.
-
-    Hidden states [s, b, h] go from stage to stage, once around the pipeline for each virtual stage.
-    """
+    """Logits of ``tokens`` [b, s] at ``positions`` on the last pipeline stage, None on the others. Hidden states [s, b,
+    h] go from stage to stage, once around the pipeline for each virtual stage."""
     config, group = get_model_config(chunks[0]), parallel_state.get_pipeline_model_parallel_group()
     shape = (tokens.shape[1], tokens.shape[0], config.hidden_size)
     outputs = None
@@ -76,10 +74,8 @@ def through_stages(
 
 
 def request_uniforms(seeds: Sequence[int], length: int) -> Tensor:
-    """[B, length] float32 uniforms in [0, 1): row b depends on ``seeds[b]`` alone (a Philox counter each).
-
-    So a request gets the same response whatever else is in its batch, and on any rank.
-    """
+    """[B, length] float32 uniforms in [0, 1): row b depends on ``seeds[b]`` alone (a Philox counter each). So a request
+    gets the same response whatever else is in its batch, and on any rank."""
     bits = np.random.Philox(key=0)
     generator, state = np.random.Generator(bits), bits.state
     rows = np.empty((len(seeds), length), dtype=np.float32)
@@ -93,10 +89,8 @@ def request_uniforms(seeds: Sequence[int], length: int) -> Tensor:
 def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Samples a token for each row by inverting the cumulative distribution at its uniform number: tokens [B] int64 and
     their log-probabilities [B] float32 under the temperature-scaled softmax over the whole vocabulary, before any top-p
-    cut, which is what a trainer recomputes.
-
-    logits: [B, V]; uniforms: [B] in [0, 1). Temperature 0 takes the most likely token (the first of equals).
-    """
+    cut, which is what a trainer recomputes. logits: [B, V]; uniforms: [B] in [0, 1). Temperature 0 takes the most
+    likely token (the first of equals)."""
     rows = max(1, (GPU_BLOCK if logits.is_cuda else CPU_BLOCK) // logits.shape[1])
     blocks = zip(logits.split(rows), uniforms.split(rows), strict=True)
     tokens, logprobs = zip(*(_choose(*block, sampling) for block in blocks), strict=True)

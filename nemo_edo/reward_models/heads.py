@@ -49,9 +49,8 @@ class Qwen2ForPrmModel(Qwen2ForProcessRewardModel):
 
 
 def load_network(folder: RewardFolder, dtype: torch.dtype) -> PreTrainedModel:
-    """The folder's network in evaluation mode, a decoder's head in float32.
-
-    Raises UserError unless the files contain exactly the network's weights."""
+    """The folder's network in evaluation mode, a decoder's head in float32. Raises UserError unless the files contain
+    exactly the network's weights."""
     if folder.own is not None:
         kind: Any = AutoModelForSequenceClassification
     else:
@@ -78,10 +77,8 @@ def head_of(network: PreTrainedModel) -> nn.Module:
 
 
 def features(network: PreTrainedModel, ids: Tensor, mask: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """[N, D] float32: the head's input at the positions (rows[n], ends[n]) of ids [B, T]; mask [B, T], 1 for tokens.
-
-    An encoder has one feature per sequence, so ``ends`` is not used.
-    """
+    """[N, D] float32: the head's input at the positions (rows[n], ends[n]) of ids [B, T]; mask [B, T], 1 for tokens. An
+    encoder has one feature per sequence, so ``ends`` is not used."""
     if is_encoder(type(network)):
         seen: list[Tensor] = []
         handle = network.classifier.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -99,9 +96,6 @@ def margins(network: PreTrainedModel, features_ND: Tensor) -> Tensor:
     head = head_of(network)
     logits = head(features_ND.to(next(head.parameters()).dtype)).float()
     return logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
-
-
-# --- our own ------------------------------------------------------------------------------------------------------
 
 
 def own_class(config: PretrainedConfig, where: str) -> type[PreTrainedModel]:

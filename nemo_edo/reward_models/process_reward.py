@@ -39,12 +39,10 @@ _HASHED_BYTES = 1 << 20  # bytes at each end of a weights file that identify a m
 
 
 class ProcessRewardModel:
-    """Scores the steps of stored responses (``score_encoded``), and those of a search, as a StepScorer.
-
-    Scores are probabilities that a step is right: sigmoids of log-odds. Paths are computed in order of length, equal
-    ones once; a path's score depends on the others of a call only through the rounding of padded rows. The same call
-    always gives the same numbers.
-    """
+    """Scores the steps of stored responses (``score_encoded``), and those of a search, as a StepScorer. Scores are
+    probabilities that a step is right: sigmoids of log-odds. Paths are computed in order of length, equal ones once; a
+    path's score depends on the others of a call only through the rounding of padded rows. The same call always gives
+    the same numbers."""
 
     def __init__(
         self, folder: str | Path, *, device: str = "auto", dtype: str = "auto", batch_tokens: int = 16384
@@ -75,10 +73,7 @@ class ProcessRewardModel:
 
     def score(self, paths: Sequence[StepPath]) -> list[StepScore]:
         """For each path, its last step's score and embedding: the input of the model's head there. For a path without
-        steps, those at the end of the question.
-
-        Raises UserError for a path that is longer than the model's context.
-        """
+        steps, those at the end of the question. Raises UserError for a path that is longer than the model's context."""
         encoded = [self.format.encode(path)[-1:] for path in paths]
         encoded = [[Encoded(part.ids, part.ends[-1:]) for part in parts] for parts in encoded]
         require_fitting(encoded, self.max_length, "paths of the search")

@@ -80,9 +80,6 @@ def train_reward_model(cfg: RewardModelRunConfig) -> Path:
     return folder.path
 
 
-# --- the network ----------------------------------------------------------------------------------------------------
-
-
 def _sources(cfg: RewardModelRunConfig, run: StoredRun) -> tuple[str, PreTrainedTokenizerBase, Any]:
     """A description of the model's source, its tokenizer, and its config."""
     if cfg.model.path is not None:
@@ -120,9 +117,6 @@ def _new_network(cfg: RewardModelRunConfig, kind: type[PreTrainedModel], config:
     if missing:
         raise UserError(f"model.path: {cfg.model.path} lacks {len(missing)} weights, such as {min(missing)}")
     return network
-
-
-# --- training -------------------------------------------------------------------------------------------------------
 
 
 class NCETrainer(Trainer):
@@ -219,9 +213,6 @@ def _arguments(cfg: RewardModelRunConfig, folder: Path) -> TrainingArguments:
         remove_unused_columns=False,
         report_to=[],
     )
-
-
-# --- how well it ranks ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

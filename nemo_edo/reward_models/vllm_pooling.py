@@ -116,11 +116,9 @@ def read_scores(body: Any, part: Encoded, *, whole: bool) -> tuple[float, ...]:
 
 @contextmanager
 def serving(about: RewardFolder, settings: ServersConfig, work: Path) -> Iterator[ServedRewardModel]:
-    """The folder's model at the settings' URLs, or on servers that are started here and stopped afterwards.
-
-    work: a folder for their logs, and for a converted copy of the weights where vLLM needs one. Raises UserError where
-    servers cannot be started or reached, and ServerError, with none left running, where one does not become ready.
-    """
+    """The folder's model at the settings' URLs, or on servers that are started here and stopped afterwards. work: a
+    folder for their logs, and for a converted copy of the weights where vLLM needs one. Raises UserError where servers
+    cannot be started or reached, and ServerError, with none left running, where one does not become ready."""
     gpus = torch.cuda.device_count()
     check_environment(settings, VLLMPooling, gpus)
     replicas = build_reward_replicas(about, settings, work, gpus)

@@ -157,11 +157,9 @@ async def exchange(
     answers_json: bool = True,
     is_own: bool = False,
 ) -> Any:
-    """The value of the answer's JSON; None where it is empty, or not wanted (``answers_json``).
-
-    server: for messages. limit_s: until the whole answer is here. is_own: the server is the run's, to which no proxy of
-    the environment leads. Raises Fault where a retry may succeed, otherwise ServerError. Neither shows the key.
-    """
+    """The value of the answer's JSON; None where it is empty, or not wanted (``answers_json``). server: for messages.
+    limit_s: until the whole answer is here. is_own: the server is the run's, to which no proxy of the environment
+    leads. Raises Fault where a retry may succeed, otherwise ServerError. Neither shows the key."""
     asked, proxy = f"{method} {urlsplit(url).path}", None
     if not is_own and (named := proxy_for(url)) is not None:
         name, proxy = named

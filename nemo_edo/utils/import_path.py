@@ -26,10 +26,8 @@ def is_import_path(path: str) -> bool:
 
 
 def load_function(path: str, key: str) -> Callable[..., Any]:
-    """The function of an import path, its module imported; ``key`` is the setting that names it.
-
-    Raises UserError for another form, for a module that is missing or fails, and for a missing function.
-    """
+    """The function of an import path, its module imported; ``key`` is the setting that names it. Raises UserError for
+    another form, for a module that is missing or fails, and for a missing function."""
     if not is_import_path(path):
         raise UserError(f"{key} is {path!r}, expected an import path such as my_package.my_module:my_function")
     module_name, _, name = path.partition(":")
@@ -100,11 +98,8 @@ def _module_file(root: Path, name: str) -> Path | None:
 
 def wanted_arguments(function: Callable[..., Any], offered: Collection[str], where: str) -> list[str]:
     """The names among ``offered`` that the function takes as keyword arguments; all of them where it takes
-    ``**kwargs``.
-
-    ``where`` begins the messages. Raises UserError for a parameter without default that is not offered, and for one
-    that cannot be given by name.
-    """
+    ``**kwargs``. ``where`` begins the messages. Raises UserError for a parameter without default that is not offered,
+    and for one that cannot be given by name."""
     parameters = inspect.signature(function).parameters.values()
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

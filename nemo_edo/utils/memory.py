@@ -52,10 +52,8 @@ def _limits() -> Iterator[tuple[int, int]]:
 @contextlib.contextmanager
 def large_imports() -> Iterator[None]:
     """Inside the block Python does not look for unused objects; what it has made stays, and is never looked at again.
-
     For imports: while torch, Megatron and NeMo make their classes, the search takes a sixth of the time and finds
-    nothing, and later it would visit each of them again. Not for a model, whose memory would never be given back.
-    """
+    nothing, and later it would visit each of them again. Not for a model, whose memory would never be given back."""
     gc.disable()
     try:
         yield
@@ -65,11 +63,9 @@ def large_imports() -> Iterator[None]:
 
 
 def free_unused_memory() -> None:
-    """Frees what only reference cycles keep, and returns it to the device and to the operating system.
-
-    Megatron's models and optimizers are in cycles, which Python collects late: a model built meanwhile would need its
-    memory at the same time. torch and glibc keep freed blocks for themselves unless told otherwise.
-    """
+    """Frees what only reference cycles keep, and returns it to the device and to the operating system. Megatron's
+    models and optimizers are in cycles, which Python collects late: a model built meanwhile would need its memory at
+    the same time. torch and glibc keep freed blocks for themselves unless told otherwise."""
     import torch
 
     gc.collect()

@@ -27,11 +27,9 @@ class InUse(Exception):
 
 
 class OwnedFile:
-    """The file belongs to this process until ``close`` or its end.
-
-    flock decides where it works: the system releases it, however the process ends. Elsewhere the file's text does: it
-    names the owner, whose life a process on the same machine sees, and others by the file's time. Raises InUse.
-    """
+    """The file belongs to this process until ``close`` or its end. flock decides where it works: the system releases
+    it, however the process ends. Elsewhere the file's text does: it names the owner, whose life a process on the same
+    machine sees, and others by the file's time. Raises InUse."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a+", encoding="utf-8")

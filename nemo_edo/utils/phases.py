@@ -25,9 +25,7 @@ PHASES = {
 
 class PhaseClock:
     """Measures phases in the thread that made it. One phase within another interrupts it, so none is counted twice.
-
-    now: a clock in seconds. begun: what it showed when the start began, where that was before this object was made.
-    """
+    now: a clock in seconds. begun: what it showed when the start began, where that was before this object was made."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, begun: float | None = None) -> None:
         self._now = now

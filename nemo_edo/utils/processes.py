@@ -48,10 +48,8 @@ POLLS_PER_SECOND = 5  # how often a keeper checks that its parent is alive
 def kept(command: Sequence[str]) -> list[str]:
     """The command line of a keeper: a process that runs ``command``, and kills it with all its descendants once the
     calling process has ended, the keeper gets SIGTERM, or the command has ended. Its exit status is the command's.
-
     Unlike ``end_with``, any thread of the caller may start it, and grandchildren end too, in whatever session. They are
-    in the keeper's session otherwise, so that ``end_session`` finds them where the keeper itself was killed.
-    """
+    in the keeper's session otherwise, so that ``end_session`` finds them where the keeper itself was killed."""
     # -I: import neither from this folder, whose modules could shadow the standard library's, nor from PYTHONPATH.
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
