@@ -37,22 +37,14 @@ class ArithmeticConfig(Section):
     """The built-in task: sum a few numbers, merging any two of those left in each step
     (``builtin_task.arithmetic``)."""
 
-    num_operands: Annotated[int, at_least(2)] = 4
-    """Numbers to sum."""
-    max_operand: PositiveInt = 9
-    """The largest number; the smallest is 0."""
-    warmup_problems: PositiveInt = 4096
-    """Problems with noisy solutions, for the warm-up."""
-    train_problems: PositiveInt = 1280
-    """Problems that the policy samples responses to."""
-    test_problems: PositiveInt = 256
-    """Problems that policies are evaluated on."""
-    weak_fact_share: Share = 0.25
-    """Share of the addition facts that the warm-up data mostly gets wrong."""
-    weak_fact_accuracy: Share = 0.35
-    """How often the warm-up data has a weak fact right."""
-    step_noise: Share = 0.1
-    """Share of the warm-up data's other steps whose result is wrong."""
+    num_operands: Annotated[int, at_least(2)] = 4  # Numbers to sum.
+    max_operand: PositiveInt = 9  # The largest number; the smallest is 0.
+    warmup_problems: PositiveInt = 4096  # Problems with noisy solutions, for the warm-up.
+    train_problems: PositiveInt = 1280  # Problems that the policy samples responses to.
+    test_problems: PositiveInt = 256  # Problems that policies are evaluated on.
+    weak_fact_share: Share = 0.25  # Share of the addition facts that the warm-up data mostly gets wrong.
+    weak_fact_accuracy: Share = 0.35  # How often the warm-up data has a weak fact right.
+    step_noise: Share = 0.1  # Share of the warm-up data's other steps whose result is wrong.
     seed: int = 0
     """Seed of the problems, separate from the run's: runs with other seeds see the same problems."""
 
@@ -62,8 +54,7 @@ class DataConfig(Section):
     """Problem files. ``train`` and ``test`` null: the built-in task writes them into the run folder. ``test`` alone is
     enough where nothing is trained."""
 
-    warmup: Optional[str] = None
-    """Solutions for the supervised warm-up; null: ``train``."""
+    warmup: Optional[str] = None  # Solutions for the supervised warm-up; null: ``train``.
     train: Optional[str] = None
     """Problems that the policy samples responses to: an official file or folder of ``benchmark``, or what
     tools/prepare_data wrote."""
@@ -71,8 +62,7 @@ class DataConfig(Section):
     """Problems that policies are evaluated on; its file name must differ from ``train``'s."""
     benchmark: Optional[Benchmark] = None
     """The benchmark of ``warmup`` and ``train``; null: GSM8K's JSONL format with any number of rows."""
-    test_benchmark: Optional[Benchmark] = None
-    """The benchmark of ``test``; null: as ``benchmark``."""
+    test_benchmark: Optional[Benchmark] = None  # The benchmark of ``test``; null: as ``benchmark``.
     check_rows: bool = False
     """Whether a file of a benchmark with another number of rows than the official split is an error; otherwise it is a
     warning."""
@@ -83,10 +73,8 @@ class DataConfig(Section):
     source: Optional[ImportPath] = None
     """Import path of a function that makes the problems, such as my_data:make, in place of files
     (docs/data_and_rewards.md)."""
-    source_args: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments."""
-    prompt: Prompt = "{question}\n"
-    """The text that precedes a response; {question} is replaced."""
+    source_args: dict[str, Any] = field(default_factory=dict)  # Its keyword arguments.
+    prompt: Prompt = "{question}\n"  # The text that precedes a response; {question} is replaced.
     chat_template: str = "auto"
     """true: the prompt is the user's message in the model's chat template. auto: where the model has one. false: the
     prompt is text that the model continues. Otherwise a file with a template, or the name of one of the model's."""
@@ -181,36 +169,29 @@ class JudgeConfig(Section):
 
     url: Optional[ServerUrl] = None
     """Where the API is, such as https://api.openai.com/v1 or http://node7:8000/v1."""
-    model: Optional[str] = None
-    """What the server calls the model."""
+    model: Optional[str] = None  # What the server calls the model.
     answers_as: Optional[str] = None
     """What the server's answers call the model; null: as ``model`` does, or that with a hyphen and a version, such as a
     date."""
     api_key_variable: Optional[str] = None
     """The environment variable that holds the key; null: the server asks for none. The key is written
     nowhere."""
-    temperature: NonNegative = 0.0
-    """Temperature of the judge's replies."""
-    max_tokens: PositiveInt = 1024
-    """Most tokens of a reply; a reply that was cut has no verdict."""
+    temperature: NonNegative = 0.0  # Temperature of the judge's replies.
+    max_tokens: PositiveInt = 1024  # Most tokens of a reply; a reply that was cut has no verdict.
     prompt: str = PROMPT
     """What the judge is asked. {question}, {reference} (the problem's answer), {answer} (the response's final answer)
     and {response} (all of its text) are replaced."""
     structured_output: Annotated[str, one_of("none", "choice", "json_schema")] = "none"
     """none: the verdict is the last line of the reply. choice: the server restricts the model to a verdict (vLLM's
     structured_outputs). json_schema: the reply is JSON with a verdict (OpenAI's response_format)."""
-    max_in_flight: PositiveInt = 16
-    """Concurrent requests."""
-    request_limit_s: Positive = 120.0
-    """Seconds that a reply may take."""
+    max_in_flight: PositiveInt = 16  # Concurrent requests.
+    request_limit_s: Positive = 120.0  # Seconds that a reply may take.
     attempts: PositiveInt = 6
     """Attempts at a failing request before the judge counts as abstaining on it."""
-    verdict_attempts: PositiveInt = 2
-    """Attempts at a request whose reply has no verdict."""
+    verdict_attempts: PositiveInt = 2  # Attempts at a request whose reply has no verdict.
     backoff_s: Positive = 1.0
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""
-    backoff_limit_s: Positive = 60.0
-    """Upper bound of the wait."""
+    backoff_limit_s: Positive = 60.0  # Upper bound of the wait.
     retry_after_limit_s: Positive = 300.0
     """The longest wait that a server's Retry-After is obeyed for; a request that it puts off for longer has no verdict.
     """
@@ -223,8 +204,7 @@ class JudgeConfig(Section):
     """The file of verdicts, which all runs can share; null: ``judge.sqlite`` in ``output_dir``."""
     prompt_price: Optional[NonNegative] = None
     """Price of a million prompt tokens, in any currency; null: costs are not reported."""
-    completion_price: Optional[NonNegative] = None
-    """Price of a million reply tokens."""
+    completion_price: Optional[NonNegative] = None  # Price of a million reply tokens.
 
     def rules(self) -> Iterator[Rule]:
         asks = "{reference}" in self.prompt and ("{answer}" in self.prompt or "{response}" in self.prompt)
@@ -237,10 +217,8 @@ class JudgeConfig(Section):
 class RewardFunctionConfig:
     """One of several custom rewards."""
 
-    path: str = ""
-    """Import path of the function, such as my_rewards:brevity."""
-    weight: float = 1.0
-    """What its score is multiplied by in the sum; 0: it is only logged."""
+    path: str = ""  # Import path of the function, such as my_rewards:brevity.
+    weight: float = 1.0  # What its score is multiplied by in the sum; 0: it is only logged.
 
 
 @dataclass
@@ -250,16 +228,14 @@ class RewardsConfig(Section):
     verifier: Annotated[str, one_of("auto", "exact", "math", "judge")] = "auto"
     """exact: numbers by value, other answers as texts. math: mathematical equivalence, by math-verify. judge: a
     language model (``rewards.judge``). auto: exact where every problem's answer is a number (GSM8K), otherwise math."""
-    time_limit_s: Positive = 5.0
-    """CPU time for one answer; above it the reward is 0."""
+    time_limit_s: Positive = 5.0  # CPU time for one answer; above it the reward is 0.
     time_budget_s: Positive = 60.0
     """Seconds of all workers that answers which reach the time limit may take in one collection, or in an evaluation's
     greedy or sampled responses, however many parts, ranks and restarts it has. Those left have reward 0; none that is
     verified within a quarter of a second is among them."""
     memory_limit_mb: Annotated[int, at_least(512, ": with less, libraries alone exhaust it")] = 1024
     """Address space of a worker process; an answer that exhausts it has reward 0."""
-    workers: PositiveInt = 2
-    """Worker processes that verify, in addition to the first rank's."""
+    workers: PositiveInt = 2  # Worker processes that verify, in addition to the first rank's.
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     function: Optional[ImportPath] = None
     """Import path of a function that scores a response, such as my_rewards:score (docs/data_and_rewards.md). null: the

@@ -29,16 +29,14 @@ class ServersConfig(Section):
     launched: bool = False
     """Whether ``nemo-edo launch`` started the servers at ``urls``; launch sets this. They then renew a tied output
     layer with the other weights, which vLLM by itself does not on a CPU."""
-    replicas: PositiveInt = 1
-    """Servers that the run starts, each with the whole model."""
+    replicas: PositiveInt = 1  # Servers that the run starts, each with the whole model.
     python: Optional[str] = None
     """The interpreter that has the server; null: .venv-vllm/bin/python (of ``make vllm-env``) or /opt/vllm/bin/python
     (of the container) where it exists, otherwise the run's."""
     host: str = "127.0.0.1"
     """The address that the run's own servers listen on. Other machines can reach them unless it is a loopback
     address."""
-    tensor_parallel_size: PositiveInt = 1
-    """GPUs of each replica."""
+    tensor_parallel_size: PositiveInt = 1  # GPUs of each replica.
     first_gpu: Optional[NonNegativeInt] = None
     """The first GPU of the replicas. null: with placement apart the first after the GPUs of the trainer's processes on
     this machine, otherwise 0."""
@@ -46,14 +44,11 @@ class ServersConfig(Section):
     """float32, bfloat16 or float16; null: as the trainer computes (bfloat16 with FP8)."""
     memory_share: Annotated[float, within(0, 1, "()")] = 0.85
     """Share of a GPU's memory that a replica takes."""
-    cpu_cache_gb: PositiveInt = 1
-    """GiB of a replica's KV cache on a machine without GPUs."""
+    cpu_cache_gb: PositiveInt = 1  # GiB of a replica's KV cache on a machine without GPUs.
     threads: Optional[PositiveInt] = None
     """CPU threads of a replica on a machine without GPUs; null: its share of the machine's cores."""
-    arguments: list[str] = field(default_factory=list)
-    """Further command-line arguments of the server."""
-    max_in_flight: PositiveInt = 256
-    """Requests in flight on a replica at a time."""
+    arguments: list[str] = field(default_factory=list)  # Further command-line arguments of the server.
+    max_in_flight: PositiveInt = 256  # Requests in flight on a replica at a time.
     start_limit_s: Positive = 900.0
     """Seconds that a server may take until it is ready: a large model loads for minutes."""
     request_limit_s: Optional[Positive] = None
@@ -61,14 +56,12 @@ class ServersConfig(Section):
     and for each token that the request allows 0.1 or, once answers are there, four times what theirs took."""
     health_limit_s: Positive = 30.0
     """Seconds without an answer to a health check after which a server counts as hanging."""
-    attempts: PositiveInt = 20
-    """Times that one request is tried before the run gives up."""
+    attempts: PositiveInt = 20  # Times that one request is tried before the run gives up.
     restarts: NonNegativeInt = 5
     """Consecutive restarts (or waits), without an answer in between, before a server is left out."""
     backoff_s: Positive = 0.25
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""
-    backoff_limit_s: Positive = 20.0
-    """Upper bound of the wait."""
+    backoff_limit_s: Positive = 20.0  # Upper bound of the wait.
     retry_after_limit_s: Positive = 60.0
     """The longest that a server which answers with Retry-After is left without requests."""
 
@@ -101,8 +94,7 @@ class RefitConfig(Section):
     attempts: PositiveInt = 3
     """Attempts to send a replica the weights before it counts as failed: a replica that the run started is then
     restarted with them, any other is left out."""
-    limit_s: Positive = 600.0
-    """Seconds that a replica may take to load them."""
+    limit_s: Positive = 600.0  # Seconds that a replica may take to load them.
 
     def rules(self) -> Iterator[Rule]:
         yield from self.only_if(self.transport != "nccl", "with generation.refit.transport nccl", "lora")

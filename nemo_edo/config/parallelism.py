@@ -41,16 +41,13 @@ class PrecisionConfig(Section):
     fp8_recipe: Annotated[str, one_of(*FP8_RECIPES)] = "tensorwise"
     """How tensors are scaled into FP8's range: tensorwise, each by its own maximum; delayed, by maxima of steps
     before; blockwise, in blocks of 128; mxfp8, in blocks of 32 (Blackwell)."""
-    fp8_margin: NonNegativeInt = 0
-    """With recipe delayed: scales are smaller by 2^margin."""
+    fp8_margin: NonNegativeInt = 0  # With recipe delayed: scales are smaller by 2^margin.
     fp8_amax_history_len: PositiveInt = 1024
     """With recipe delayed: steps that the maximum is taken over."""
     fp8_param_gather: bool = False
     """Weights are kept, and gathered from the distributed optimizer, in FP8."""
-    bf16_layers_at_start: NonNegativeInt = 0
-    """Number of first layers that still compute in bf16."""
-    bf16_layers_at_end: NonNegativeInt = 0
-    """Number of last layers that still compute in bf16."""
+    bf16_layers_at_start: NonNegativeInt = 0  # Number of first layers that still compute in bf16.
+    bf16_layers_at_end: NonNegativeInt = 0  # Number of last layers that still compute in bf16.
 
     def rules(self) -> Iterator[Rule]:
         fp8, delayed = self.fp8 is not None, self.fp8_recipe == "delayed"
@@ -73,8 +70,7 @@ class ParallelismConfig(Section):
     finds it by the number of processes (parallelism=auto)."""
     pipeline_model_parallel_size: PositiveInt = 1
     """Pipeline stages: groups of layers, each on separate processes."""
-    use_distributed_optimizer: bool = False
-    """Split the optimizer's state over the data-parallel ranks."""
+    use_distributed_optimizer: bool = False  # Split the optimizer's state over the data-parallel ranks.
     sequence_parallel: bool = False
     """Tensor-parallel processes share the tokens too, where a layer works on each token alone (norms, residuals)."""
     virtual_pipeline_model_parallel_size: Optional[Annotated[int, above(1)]] = None
@@ -86,8 +82,7 @@ class ParallelismConfig(Section):
     """Data-parallel processes over which the experts of a mixture-of-experts model are split."""
     expert_tensor_parallel_size: Optional[PositiveInt] = None
     """Processes that share each expert. null: tensor_model_parallel_size."""
-    overlap_grad_reduce: bool = False
-    """Sum gradients over data-parallel ranks during the backward pass."""
+    overlap_grad_reduce: bool = False  # Sum gradients over data-parallel ranks during the backward pass.
     overlap_param_gather: bool = False
     """Gather the weights that the distributed optimizer has changed during the next forward pass."""
     recompute_granularity: Optional[Annotated[str, one_of("full", "selective")]] = None
@@ -99,8 +94,7 @@ class ParallelismConfig(Section):
     recompute_method: Annotated[str, one_of("uniform", "block")] = "uniform"
     """With full: uniform, every layer, in pieces of recompute_num_layers; block, that many layers of each stage
     only."""
-    recompute_num_layers: PositiveInt = 1
-    """Layers; see recompute_method."""
+    recompute_num_layers: PositiveInt = 1  # Layers; see recompute_method.
     optimizer_offload_fraction: Share = 0.0
     """Share of the optimizer's state that is kept and updated in host memory. It needs
     use_distributed_optimizer, bf16, and a GPU with Transformer Engine."""
@@ -187,18 +181,15 @@ class ClusterConfig(Section):
 
     kind: Annotated[str, one_of("local", "slurm")] = "local"
     """local: launch refuses, use train. slurm: an sbatch script is written and submitted."""
-    nodes: PositiveInt = 1
-    """Nodes of the trainer."""
-    processes_per_node: PositiveInt = 8
-    """Trainer processes on each node: one for each GPU."""
+    nodes: PositiveInt = 1  # Nodes of the trainer.
+    processes_per_node: PositiveInt = 8  # Trainer processes on each node: one for each GPU.
     server_nodes: NonNegativeInt = 0
     """Nodes of generation servers, in the same job; the job has nodes + server_nodes."""
     gpus_per_node: Optional[PositiveInt] = None
     """GPUs requested with --gpus-per-node; null: none are requested, as nodes include theirs or have none."""
     launcher: Annotated[str, one_of("torchrun", "srun")] = "torchrun"
     """torchrun: one task per node, whose torchrun starts the processes. srun: one task per process."""
-    time_limit: Optional[SlurmTime] = None
-    """Slurm's --time, such as 04:00:00; null: the partition's."""
+    time_limit: Optional[SlurmTime] = None  # Slurm's --time, such as 04:00:00; null: the partition's.
     account: Optional[OneLine] = None
     partition: Optional[OneLine] = None
     qos: Optional[OneLine] = None

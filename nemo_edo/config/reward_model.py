@@ -40,8 +40,7 @@ class RewardBaseConfig:
 class RewardDataConfig(Section):
     """Right and wrong steps, from the responses that a run has stored."""
 
-    run: Optional[str] = None
-    """The run's folder."""
+    run: Optional[str] = None  # The run's folder.
     arms: list[str] = field(default_factory=list)
     """Arms whose training responses are used, of all their iterations; empty: every arm that has any."""
     test_arms: list[str] = field(default_factory=list)
@@ -50,12 +49,9 @@ class RewardDataConfig(Section):
     steps: Annotated[str, one_of(BY_ANSWER, ARITHMETIC)] = BY_ANSWER
     """answer: steps of right solutions are right, those of wrong ones wrong, unless a right solution shares them.
     arithmetic: each step of the built-in task is checked."""
-    step_separator: NotEmpty = "\n"
-    """What separates two steps of a response."""
-    positives: PositiveInt = 4
-    """Right steps sampled for each question, at most."""
-    negatives: PositiveInt = 3
-    """Wrong steps that each of them is ranked against, at most (K - 1)."""
+    step_separator: NotEmpty = "\n"  # What separates two steps of a response.
+    positives: PositiveInt = 4  # Right steps sampled for each question, at most.
+    negatives: PositiveInt = 3  # Wrong steps that each of them is ranked against, at most (K - 1).
     validation_share: Annotated[float, within(0, 1, "()")] = 0.1
     """Share of the questions that are not trained on."""
     max_tokens: PositiveInt = 1024
@@ -66,20 +62,14 @@ class RewardDataConfig(Section):
 class RewardTrainConfig(Section):
     """Ranking NCE (``losses.ranking_nce_loss``), by transformers' Trainer."""
 
-    steps: PositiveInt = 1000
-    """Optimizer steps."""
-    batch_size: PositiveInt = 32
-    """Right steps, each with its wrong ones, per optimizer step."""
-    micro_batch_size: Optional[PositiveInt] = None
-    """Right steps per forward pass; null: all."""
-    lr: Positive = 1e-5
-    """The highest learning rate."""
+    steps: PositiveInt = 1000  # Optimizer steps.
+    batch_size: PositiveInt = 32  # Right steps, each with its wrong ones, per optimizer step.
+    micro_batch_size: Optional[PositiveInt] = None  # Right steps per forward pass; null: all.
+    lr: Positive = 1e-5  # The highest learning rate.
     warmup_steps: NonNegativeInt = 20
     """Steps over which the learning rate rises linearly from 0; a cosine to 0 follows."""
-    weight_decay: NonNegative = 0.01
-    """AdamW's weight decay."""
-    clip_grad: Positive = 1.0
-    """The gradient is clipped to this norm."""
+    weight_decay: NonNegative = 0.01  # AdamW's weight decay.
+    clip_grad: Positive = 1.0  # The gradient is clipped to this norm.
     weighting: Annotated[str, one_of("softmax", "uniform")] = "softmax"
     """How the wrong steps' gradients are weighted. softmax: by the model's own probabilities, the paper's equation;
     uniform: equally, as in its source's published code."""
@@ -102,21 +92,16 @@ class RewardTrainConfig(Section):
 class RewardModelRunConfig(Section):
     """The training of a process reward model: ``nemo-edo train --config-name reward_model``."""
 
-    job: Annotated[str, one_of(REWARD_MODEL)] = REWARD_MODEL
-    """Tells this kind of config from a run's."""
-    name: FolderName = "reward_model"
-    """The folder is ``output_dir/name``."""
-    output_dir: str = "runs"
-    """Parent folder of the runs."""
+    job: Annotated[str, one_of(REWARD_MODEL)] = REWARD_MODEL  # Tells this kind of config from a run's.
+    name: FolderName = "reward_model"  # The folder is ``output_dir/name``.
+    output_dir: str = "runs"  # Parent folder of the runs.
     seed: NonNegativeInt = 42
     """Seed of the random weights, the sampled steps, their order, and which questions are held out."""
-    threads: Optional[PositiveInt] = None
-    """CPU threads; null: torch's choice."""
+    threads: Optional[PositiveInt] = None  # CPU threads; null: torch's choice.
     model: RewardBaseConfig = field(default_factory=RewardBaseConfig)
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
     train: RewardTrainConfig = field(default_factory=RewardTrainConfig)
-    bootstrap: PositiveInt = 2000
-    """Resamples of the questions for the 95 % intervals."""
+    bootstrap: PositiveInt = 2000  # Resamples of the questions for the 95 % intervals.
 
     def rules(self) -> Iterator[Rule]:
         either = (self.model.path is None) != (self.model.architecture is None)
@@ -128,14 +113,11 @@ class RewardModelRunConfig(Section):
 class ScoreConfig(Section):
     """How ``nemo-edo score`` computes."""
 
-    job: Annotated[str, one_of(SCORE)] = SCORE
-    """Tells this kind of config from a run's."""
-    device: str = "auto"
-    """In process: cpu, cuda, cuda:1; auto: a GPU where there is one."""
+    job: Annotated[str, one_of(SCORE)] = SCORE  # Tells this kind of config from a run's.
+    device: str = "auto"  # In process: cpu, cuda, cuda:1; auto: a GPU where there is one.
     dtype: Annotated[str, one_of(*DTYPES)] = "auto"
     """float32 or bfloat16; auto: bfloat16 on a GPU, otherwise float32. The head computes in float32."""
-    batch_tokens: PositiveInt = 16384
-    """In process: tokens of a forward pass, padding included."""
+    batch_tokens: PositiveInt = 16384  # In process: tokens of a forward pass, padding included.
     part_size: PositiveInt = 1024
     """Responses that are scored and put on disk at a time: what a killed command loses, at most."""
     step_separator: Optional[NotEmpty] = None
@@ -158,24 +140,17 @@ WIDTHS, MEANS = ("sd", "variance"), ("reward", "linear")
 class SearchLLMConfig(Section):
     """The paper's Algorithm 2, a tree search over reasoning steps (``test_time.search_llm``)."""
 
-    name: FolderName = "search"
-    """The results are in search/ARM/NAME of the run's folder."""
-    reward_model: Optional[str] = None
-    """The process reward model's folder."""
-    seed: Optional[NonNegativeInt] = None
-    """Seed of the sampled steps; null: the run's."""
-    steps: PositiveInt = 20
-    """T: iterations, hence the largest number of steps of a solution."""
-    branches: PositiveInt = 4
-    """k: next steps sampled for each node that is expanded."""
-    width: PositiveInt = 4
-    """s: nodes that are expanded together."""
+    name: FolderName = "search"  # The results are in search/ARM/NAME of the run's folder.
+    reward_model: Optional[str] = None  # The process reward model's folder.
+    seed: Optional[NonNegativeInt] = None  # Seed of the sampled steps; null: the run's.
+    steps: PositiveInt = 20  # T: iterations, hence the largest number of steps of a solution.
+    branches: PositiveInt = 4  # k: next steps sampled for each node that is expanded.
+    width: PositiveInt = 4  # s: nodes that are expanded together.
     exploration: NonNegative = 0.1
     """lambda: weight of the width, how uncertain a reward is, in f. 0: best first by the reward."""
     prior_precision: Positive = 1.0
     """Prior precision of the linear model's weights: about n^2 for embeddings of norm n."""
-    noise_variance: Positive = 1.0
-    """Noise variance of a reward around the linear model."""
+    noise_variance: Positive = 1.0  # Noise variance of a reward around the linear model.
     width_kind: Annotated[str, one_of(*WIDTHS)] = "sd"
     """sd: the standard deviation of a reward, noise included; variance: the variance without noise."""
     mean: Annotated[str, one_of(*MEANS)] = "reward"
@@ -188,11 +163,9 @@ class SearchLLMConfig(Section):
     part_size: PositiveInt = 64
     """Problems that are searched together, and whose results are on disk before the next ones: what a killed command
     loses, at most."""
-    trees: NonNegativeInt = 6
-    """How many of the first problems have their trees kept for the report."""
+    trees: NonNegativeInt = 6  # How many of the first problems have their trees kept for the report.
     device: str = "auto"
     """Device of the reward model: cpu, cuda, cuda:1; auto: a GPU where there is one."""
     dtype: Annotated[str, one_of(*DTYPES)] = "auto"
     """Number format of the reward model: float32 or bfloat16; auto: bfloat16 on a GPU, otherwise float32."""
-    batch_tokens: PositiveInt = 16384
-    """Tokens of the reward model's forward pass, padding included."""
+    batch_tokens: PositiveInt = 16384  # Tokens of the reward model's forward pass, padding included.

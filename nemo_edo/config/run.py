@@ -36,8 +36,7 @@ for it, and the fused head's fourth matrix product is pure cost (docs/performanc
 class ModelConfig(Section):
     """Where the policy comes from: a Hugging Face folder, or an architecture with random weights."""
 
-    path: Optional[str] = None
-    """A folder with config.json, a tokenizer and safetensors weights."""
+    path: Optional[str] = None  # A folder with config.json, a tokenizer and safetensors weights.
     architecture: Optional[dict[str, Any]] = None
     """Fields of a Hugging Face config, ``model_type`` among them. With ``path``: the sizes that the folder's model is
     expected to have; memory is estimated from them where the folder is not on this machine. Where ``path`` is null:
@@ -70,8 +69,7 @@ class SamplingConfig(Section):
 
     samples_per_prompt: Annotated[int, at_least(2, ": advantages compare a group")] = 10
     """Responses per problem: the size of a group."""
-    temperature: Positive = 1.0
-    """Temperature of sampling and of every log-probability in training."""
+    temperature: Positive = 1.0  # Temperature of sampling and of every log-probability in training.
     top_p: Annotated[float, within(0, 1, "(]")] = 1.0
     """Below 1: only the most likely tokens that have this share of the probability are sampled."""
     max_new_tokens: PositiveInt = 512
@@ -124,10 +122,8 @@ class EarlyStopConfig(Section):
     last iteration."""
     mode: Annotated[str, one_of("max", "min")] = "max"
     """max: a higher value is an improvement; min: a lower one."""
-    patience: PositiveInt = 3
-    """Evaluations in a row without improvement after which the training ends."""
-    min_delta: NonNegative = 0.0
-    """A change of at most so much is no improvement."""
+    patience: PositiveInt = 3  # Evaluations in a row without improvement after which the training ends.
+    min_delta: NonNegative = 0.0  # A change of at most so much is no improvement.
 
 
 @dataclass
@@ -148,8 +144,7 @@ class ProfileConfig(Section):
 class EvaluationConfig(Section):
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
 
-    limit: Optional[PositiveInt] = None
-    """The first so many test problems alone; null: all."""
+    limit: Optional[PositiveInt] = None  # The first so many test problems alone; null: all.
     samples: PositiveInt = 10
     """Responses for each problem and rollout: votes are taken over them, pass@k goes up to it."""
     temperature: list[float] = field(default_factory=lambda: [1.0])
@@ -159,8 +154,7 @@ class EvaluationConfig(Section):
     tuning_problems: NonNegativeInt = 0
     """Training problems, the first ones, on which a final evaluation compares the temperatures by their votes; metrics
     of the test problems at the best one get the suffix /best. 0: none."""
-    rollouts: PositiveInt = 3
-    """Independent sets of ``samples`` responses, averaged."""
+    rollouts: PositiveInt = 3  # Independent sets of ``samples`` responses, averaged.
     every: NonNegativeInt = 0
     """A short evaluation (greedy, and one rollout) before every so many iterations, for the curves; 0: none."""
     bootstrap: PositiveInt = 2000
@@ -190,10 +184,8 @@ class EvaluationConfig(Section):
 class RunConfig(Section):
     """A run: an optional warm-up, then one training of the policy for each arm, each from the same start."""
 
-    name: FolderName = "run"
-    """The run's folder is ``output_dir/name``."""
-    output_dir: str = "runs"
-    """Parent folder of the runs."""
+    name: FolderName = "run"  # The run's folder is ``output_dir/name``.
+    output_dir: str = "runs"  # Parent folder of the runs.
     experiment: Optional[str] = None
     """What the run reproduces: the file of ``conf/experiment/`` that it is composed from, such as
     main/gsm8k_llama3_grpo; the tables of ``tools/paper_tables`` look for it. Another name, or null: a custom

@@ -26,25 +26,18 @@ from nemo_edo.config.losses import CONTROLLERS, DPOLossConfig, GRPOLossConfig, S
 class OptimizerConfig(Section):
     """Megatron-core's Adam, with its learning-rate schedule."""
 
-    lr: Positive = 1e-6
-    """The highest learning rate."""
-    min_lr: float = 0.0
-    """The learning rate that the decay ends at."""
+    lr: Positive = 1e-6  # The highest learning rate.
+    min_lr: float = 0.0  # The learning rate that the decay ends at.
     schedule: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
     """constant, linear or cosine; the decay runs over the steps that the training announces, an upper bound where a
     collection may give fewer."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises to ``lr``, from 0 at the first one (Megatron's schedule)."""
-    weight_decay: NonNegative = 0.0
-    """Decoupled from the gradient, as in AdamW."""
-    adam_beta1: float = 0.9
-    """Decay of the running mean of the gradient."""
-    adam_beta2: float = 0.999
-    """Decay of the running mean of its square."""
-    adam_eps: Positive = 1e-8
-    """Added to the denominator of the step."""
-    clip_grad: NonNegative = 1.0
-    """Global gradient norm; 0 switches clipping off."""
+    weight_decay: NonNegative = 0.0  # Decoupled from the gradient, as in AdamW.
+    adam_beta1: float = 0.9  # Decay of the running mean of the gradient.
+    adam_beta2: float = 0.999  # Decay of the running mean of its square.
+    adam_eps: Positive = 1e-8  # Added to the denominator of the step.
+    clip_grad: NonNegative = 1.0  # Global gradient norm; 0 switches clipping off.
 
     def rules(self) -> Iterator[Rule]:
         yield 0 <= self.min_lr <= self.lr, "min_lr", f"a number in [0, lr = {self.lr}]"
@@ -74,10 +67,8 @@ class MicroBatchConfig(Section):
 class SFTConfig(MicroBatchConfig):
     """The supervised warm-up. ``steps = 0`` leaves it out."""
 
-    steps: NonNegativeInt = 0
-    """Optimizer steps; 0 leaves the warm-up out."""
-    batch_size: PositiveInt = 128
-    """Solutions of one optimizer step, over all data-parallel ranks."""
+    steps: NonNegativeInt = 0  # Optimizer steps; 0 leaves the warm-up out.
+    batch_size: PositiveInt = 128  # Solutions of one optimizer step, over all data-parallel ranks.
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
 
@@ -94,16 +85,14 @@ class LoopConfig(MicroBatchConfig):
     problems_per_iteration: Optional[PositiveInt] = None
     """null: every iteration samples for the whole prompt set, as in the paper. A number: for this many problems, each
     pass over the set in a new order."""
-    epochs: PositiveInt = 1
-    """Passes over an iteration's samples."""
+    epochs: PositiveInt = 1  # Passes over an iteration's samples.
     allow_one_step: bool = False
     """Whether to train with exploration where a collection gives one optimizer step, in which the term can only add
     noise."""
     reference: Annotated[str, one_of("initial", "previous", "ema")] = "initial"
     """The centre of the trust region: initial, the policy that the arm starts from; previous, the policy that
     collected the iteration's samples; ema, an exponential moving average of those."""
-    ema_decay: Share = 0.9
-    """Share of the ema reference's weights that each iteration keeps."""
+    ema_decay: Share = 0.9  # Share of the ema reference's weights that each iteration keeps.
     reference_placement: Annotated[str, one_of("host", "resident")] = "host"
     """Where the reference's copy of the weights is kept: host, in host memory, swapped with the policy's for each of
     its passes; resident, on the device as well, where no weight is copied. With LoRA and
@@ -170,8 +159,7 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     """Rounds of sampling that dynamic_sampling may add to a collection."""
     overlong_buffer: Optional[PositiveInt] = None
     """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""
-    minibatch_size: PositiveInt = 512
-    """Responses of one optimizer step, over all data-parallel ranks."""
+    minibatch_size: PositiveInt = 512  # Responses of one optimizer step, over all data-parallel ranks.
     keep_groups: bool = False
     """An epoch shuffles prompts, and the responses to one stay in one minibatch, as far as it has room, so that
     share_prompts saves most. False: it shuffles responses."""
@@ -229,10 +217,8 @@ Bound = Annotated[float, MAY_BE_INFINITE]
 class BoundsConfig(Section):
     """Bounds on one measurement, and what happens once it has reached one of them."""
 
-    floor: Optional[Bound] = None
-    """The guard fires at this value and below; null: no floor."""
-    ceiling: Optional[Bound] = None
-    """The guard fires at this value and above; null: no ceiling."""
+    floor: Optional[Bound] = None  # The guard fires at this value and below; null: no floor.
+    ceiling: Optional[Bound] = None  # The guard fires at this value and above; null: no ceiling.
     in_a_row: PositiveInt = 1
     """Measurements at or beyond a bound, one after another, before the guard fires."""
     action: Annotated[str, one_of("warn", "stop")] = "warn"

@@ -96,17 +96,20 @@ def _written(value: Any) -> str:
 
 
 def _docstrings() -> dict[str, str]:
-    """The docstrings of the config's classes (``GRPOConfig``) and of their fields (``GRPOConfig.iterations``)."""
+    """The docstrings of the config's classes (``GRPOConfig``) and of their fields (``GRPOConfig.iterations``), where a
+    short one is a comment beside the field."""
     found = {}
-    files = sorted(Path(config.__file__).parent.glob("*.py"))
-    for node in (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body):
-        if not isinstance(node, ast.ClassDef):
-            continue
-        found[node.name] = ast.get_docstring(node)
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            match field, below:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[f"{node.name}.{name}"] = inspect.cleandoc(text)
+    for text in (file.read_text(encoding="utf-8") for file in sorted(Path(config.__file__).parent.glob("*.py"))):
+        lines = text.splitlines()
+        for node in (node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)):
+            found[node.name] = ast.get_docstring(node)
+            for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+                match field, below:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                        found[f"{node.name}.{name}"] = inspect.cleandoc(doc)
+                    case ast.AnnAssign(target=ast.Name(id=name)), _:
+                        code = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode()
+                        found[f"{node.name}.{name}"] = code.partition("# ")[2]
     return {name: _markdown(text) for name, text in found.items() if text}
 
 
