@@ -1,9 +1,6 @@
-"""Every setting and its default: the only home of defaults.
-
-``config.compose`` composes the files of ``conf/`` by Hydra (``config.hydra``) and checks them against these
-dataclasses; the files have differences only. Checks that need no files, weights or devices are in ``__post_init__``
-and name the key as a user writes it.
-"""
+"""Every setting and its default: the only home of defaults. ``config.compose`` composes the files of ``conf/`` by Hydra
+(``config.hydra``) and checks them against these dataclasses; the files have differences only. Checks that need no
+files, weights or devices are in ``__post_init__`` and name the key as a user writes it."""
 
 from nemo_edo.config.data import ArithmeticConfig, DataConfig, JudgeConfig, RewardsConfig
 from nemo_edo.config.generation import GenerationConfig, RefitConfig, ServersConfig

@@ -1,7 +1,5 @@
-"""A global batch in shares, one for each data-parallel rank, with its own rows cut into micro-batches.
-
-Rows of a micro-batch are padded to the longest, or packed one after the other, and may then share their prompts.
-"""
+"""A global batch in shares, one for each data-parallel rank, with its own rows cut into micro-batches. Rows of a
+micro-batch are padded to the longest, or packed one after the other, and may then share their prompts."""
 
 from __future__ import annotations
 

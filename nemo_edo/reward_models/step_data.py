@@ -1,8 +1,6 @@
-"""Training and test data of a reward model: labelled steps of a run's stored responses, as groups of token ids.
-
-A path is a question's steps up to and including the labelled one. The ranking loss takes, for each question, one
-positive step (of a correct solution) and K - 1 sampled negative ones (``losses.ranking_nce_loss``).
-"""
+"""Training and test data of a reward model: labelled steps of a run's stored responses, as groups of token ids. A path
+is a question's steps up to and including the labelled one. The ranking loss takes, for each question, one positive step
+(of a correct solution) and K - 1 sampled negative ones (``losses.ranking_nce_loss``)."""
 
 from __future__ import annotations
 

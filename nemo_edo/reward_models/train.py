@@ -1,8 +1,6 @@
-"""Trains a process reward model by ranking NCE: ``nemo-edo train --config-name reward_model``.
-
-The folder ``output_dir/name`` gets ``model`` (a Hugging Face folder that ``nemo-edo score`` takes), ``results.json``,
-and, until it is finished, ``checkpoints``, from which a killed training resumes.
-"""
+"""Trains a process reward model by ranking NCE: ``nemo-edo train --config-name reward_model``. The folder
+``output_dir/name`` gets ``model`` (a Hugging Face folder that ``nemo-edo score`` takes), ``results.json``, and, until
+it is finished, ``checkpoints``, from which a killed training resumes."""
 
 from __future__ import annotations
 

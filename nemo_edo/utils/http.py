@@ -1,8 +1,6 @@
 """JSON over HTTP, with one client (aiohttp), one policy of retries, and keys that appear in no message, log or file.
-
 httpx (0.28) scans its connection pool at the start and end of each request, which keeps a core busy, and answers
-waiting, at a few hundred requests in flight.
-"""
+waiting, at a few hundred requests in flight."""
 
 from __future__ import annotations
 

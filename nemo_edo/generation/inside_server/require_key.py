@@ -1,8 +1,6 @@
-"""Loaded by managed servers in their environment: imports the standard library only.
-
-vLLM requires its key below /v1 and a few other prefixes, but not at the endpoints that change weights, call its
-workers' methods or put it to sleep. This middleware requires it everywhere except at the health check.
-"""
+"""Loaded by managed servers in their environment: imports the standard library only. vLLM requires its key below /v1
+and a few other prefixes, but not at the endpoints that change weights, call its workers' methods or put it to sleep.
+This middleware requires it everywhere except at the health check."""
 
 import hmac
 import os

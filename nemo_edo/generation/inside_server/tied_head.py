@@ -1,9 +1,6 @@
-"""Loaded by vLLM's workers, in the server's environment.
-
-On a CPU, vLLM 0.32 computes the output layer from a packed copy of its weights that it makes at the start. Where the
-layer shares the embedding's weights, a reload updates the embedding but not that copy: the server then samples from
-a mixture of old and new weights.
-"""
+"""Loaded by vLLM's workers, in the server's environment. On a CPU, vLLM 0.32 computes the output layer from a packed
+copy of its weights that it makes at the start. Where the layer shares the embedding's weights, a reload updates the
+embedding but not that copy: the server then samples from a mixture of old and new weights."""
 
 
 class TiedHead:
