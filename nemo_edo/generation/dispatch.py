@@ -7,6 +7,7 @@ import contextlib
 import logging
 import resource
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ def limit_s(tokens: int, of_a_token: float = ASSUMED_TOKEN_S) -> float:
     return ALLOWANCE_S + of_a_token * tokens
 
 
+@dataclass(eq=False)
 class Dispatcher:
     """Sends each request to the available replica with the fewest requests in flight, and retries it after a fault.
 
@@ -41,17 +43,13 @@ class Dispatcher:
     for); after ``restarts`` restarts in a row without an answer it is retired.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        settings: ServersConfig,
-        after_restart: Callable[[Replica], None] | None = None,
-    ) -> None:
-        """after_restart: prepares a restarted replica for requests; blocks, and raises ServerError where that fails."""
-        self._replicas = replicas
-        self._settings = settings
-        self._after_restart = after_restart
-        self._measured, self._tokens, self._seconds = 0, 0, 0.0  # of the requests so far
+    replicas: Sequence[Replica]
+    settings: ServersConfig
+    after_restart: Callable[[Replica], None] | None = None
+    """Prepares a restarted replica for requests; blocks, and raises ServerError where that fails."""
+    _measured: int = 0  # requests so far, of which there are the tokens and the seconds
+    _tokens: int = 0
+    _seconds: float = 0.0
 
     def post_all(
         self,
@@ -69,7 +67,7 @@ class Dispatcher:
         async def post_all() -> None:
             self._changed = asyncio.Condition()  # notified when a replica may take a request, and when one is retired
             async with contextlib.AsyncExitStack() as sessions, asyncio.TaskGroup() as group:
-                self._servers = [_ReplicaState(replica) for replica in self._replicas]
+                self._servers = [_ReplicaState(replica) for replica in self.replicas]
                 for server in self._servers:
                     sessions.push_async_callback(server.session.close)
                 background = [self._supervise(server) for server in self._servers]
@@ -86,14 +84,14 @@ class Dispatcher:
 
         # The usual limit is 1,024 files, of which the run has some.
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = len(self._replicas) * self._settings.max_in_flight + FILES_OF_A_RUN
+        needed = len(self.replicas) * self.settings.max_in_flight + FILES_OF_A_RUN
         if soft < needed and soft != resource.RLIM_INFINITY:
             limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
         run_tasks(post_all())
 
     async def _post(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
-        settings = self._settings
+        settings = self.settings
         try:
             async for attempt in retrying(settings.attempts, settings.backoff_s, settings.backoff_limit_s):
                 with attempt:
@@ -123,7 +121,7 @@ class Dispatcher:
                 server.last_error = str(fault)
                 server.hangs = isinstance(fault, TimeLimit) and server.last_answer < sent_at
                 # A server that says when to retry is well: it gets no requests until then.
-                server.wait_s = min(fault.retry_after_s, self._settings.retry_after_limit_s)
+                server.wait_s = min(fault.retry_after_s, self.settings.retry_after_limit_s)
                 server.is_available = False
                 server.fault.set()
             raise Fault(f"{server.replica}: {fault}") from None
@@ -136,8 +134,8 @@ class Dispatcher:
 
     def _limit_of(self, body: Any) -> float:
         """Seconds that a request may take, its wait in the server's queue included."""
-        if self._settings.request_limit_s is not None:
-            return self._settings.request_limit_s
+        if self.settings.request_limit_s is not None:
+            return self.settings.request_limit_s
         is_known = self._measured >= MEASURED_ANSWERS
         of_a_token = PACE_FACTOR * self._seconds / self._tokens if is_known else ASSUMED_TOKEN_S
         return limit_s(body.get("max_tokens", 0), of_a_token)
@@ -150,7 +148,7 @@ class Dispatcher:
             self._seconds += seconds
 
     def _with_room(self) -> list[_ReplicaState]:
-        return [one for one in self._servers if one.is_available and one.in_flight < self._settings.max_in_flight]
+        return [one for one in self._servers if one.is_available and one.in_flight < self.settings.max_in_flight]
 
     async def _supervise(self, server: _ReplicaState) -> None:
         """Whenever the replica is in doubt (a fault, the end of its process, or, of a managed one, silence in spite of
@@ -177,29 +175,29 @@ class Dispatcher:
         while not server.replica.has_ended:
             try:
                 await server.replica.exchange(
-                    server.session, "GET", server.replica.health, self._settings.health_limit_s, answers_json=False
+                    server.session, "GET", server.replica.health, self.settings.health_limit_s, answers_json=False
                 )
                 return True
             except (Fault, ServerError) as error:
                 server.last_error = str(error)
                 if isinstance(error, ServerError) and server.replica.means_health(error):
                     return True
-            if _now() - begun > self._settings.health_limit_s:
+            if _now() - begun > self.settings.health_limit_s:
                 return server.last_answer > begun
-            await asyncio.sleep(self._settings.backoff_s)
+            await asyncio.sleep(self.settings.backoff_s)
         server.last_error = server.replica.ending()
         return False
 
     async def _restarted(self, server: _ReplicaState) -> bool:
         """Restarts the replica with exponential backoff; False where it has used up its restarts."""
-        settings = self._settings
+        settings = self.settings
         while server.restarts < settings.restarts:
             server.restarts += 1
             log.warning("%s: %s; restart %d", server.replica, server.last_error, server.restarts)
             try:
                 await asyncio.to_thread(server.replica.restart)
-                if self._after_restart is not None:
-                    await asyncio.to_thread(self._after_restart, server.replica)
+                if self.after_restart is not None:
+                    await asyncio.to_thread(self.after_restart, server.replica)
                 return True
             except ServerError as error:
                 server.last_error = str(error)

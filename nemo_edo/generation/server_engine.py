@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Protocol
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
@@ -31,40 +32,29 @@ class ServedWeights(Protocol):
         """Raises ServerError where a replica has other weights than the current ones."""
 
 
+@dataclass(eq=False, repr=False)
 class ServerEngine:
     """A StreamingEngine over replicas of one model."""
 
-    takes_all = True
+    takes_all: ClassVar[bool] = True
+    replicas: list[Replica]
+    api: type[ServerAPI]
+    settings: ServersConfig
+    _: KW_ONLY
+    stop_ids: Sequence[int]  # the tokens that end a response
+    vocab_size: int  # the token ids of responses are below it
+    decode: Callable[[Sequence[int]], str]
+    logprobs_after_temperature: bool  # as for ``ServerAPI``
+    keeps_experts: bool = False  # rollouts get ``routed_experts``
+    progress: bool = False
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        api: type[ServerAPI],
-        settings: ServersConfig,
-        *,
-        stop_ids: Sequence[int],
-        vocab_size: int,
-        decode: Callable[[Sequence[int]], str],
-        logprobs_after_temperature: bool,
-        keeps_experts: bool = False,
-        progress: bool = False,
-    ) -> None:
-        """stop_ids: the tokens that end a response. vocab_size: the token ids of responses are below it.
-        logprobs_after_temperature: as for ``ServerAPI``. keeps_experts: rollouts get ``routed_experts``."""
-        self.replicas = list(replicas)
+    def __post_init__(self) -> None:
+        self.replicas, self.stop_ids = list(self.replicas), tuple(self.stop_ids)
         self.excluded: list[Replica] = []  # replicas that did not take the latest weights, and get no requests
         self.policy_version = 0
-        self.served_model = replicas[0].model_name  # the model that requests name; an adapter has its own name
+        self.served_model = self.replicas[0].model_name  # the model that requests name; an adapter has its own name
         self.weights: ServedWeights | None = None  # None: the replicas have the weights that they were started with
-        self._api = api
-        self._settings = settings
-        self._stop_ids = tuple(stop_ids)
-        self._vocab_size = vocab_size
-        self._decode = decode
-        self._after_temperature = logprobs_after_temperature
-        self._keeps_experts = keeps_experts
-        self._progress = progress
-        self._path = COMPLETIONS
+        self.path = COMPLETIONS
 
     def generate(
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, arrivals: Arrivals | None = None
@@ -74,7 +64,7 @@ class ServerEngine:
         asked to stop; and ServerError where, before responses are handed over, a healthy replica turns out to have
         other weights."""
         self._require_supported(sampling)
-        strings = StopStrings(sampling.stop, self._decode)
+        strings = StopStrings(sampling.stop, self.decode)
         bodies = [self._body(request, sampling) for request in requests]
         rollouts: dict[int, Rollout] = {}
         waiting: list[Rollout] = []
@@ -89,7 +79,7 @@ class ServerEngine:
                 arrivals.add(waiting[:count])
             del waiting[:count]
 
-        with Counter("generate", len(requests), shown=self._progress) as counter:
+        with Counter("generate", len(requests), shown=self.progress) as counter:
 
             def read(place: int, answer: Any) -> None:
                 rollouts[place] = self._rollout(requests[place], answer, strings)
@@ -97,10 +87,10 @@ class ServerEngine:
                 counter.add()
 
             restore = None if self.weights is None else self.weights.restore
-            dispatcher = Dispatcher(self.replicas, self._settings, restore)
+            dispatcher = Dispatcher(self.replicas, self.settings, restore)
             check = None if arrivals is None else arrivals.stop_if_asked
             try:
-                dispatcher.post_all(self._path, bodies, read, check, hand_over)
+                dispatcher.post_all(self.path, bodies, read, check, hand_over)
             except ServerError as error:
                 failure = error
             except RunStopped:
@@ -119,25 +109,25 @@ class ServerEngine:
             replica.stop()
 
     def _body(self, request: GenerationRequest, sampling: SamplingParams) -> dict[str, Any]:
-        return completion_body(self._api, self.served_model, request, sampling, self._stop_ids)
+        return completion_body(self.api, self.served_model, request, sampling, self.stop_ids)
 
     def _read(self, answer: Any, strings: StopStrings) -> tuple[Sequence[int], Sequence[float], bool]:
         """Token ids, log-probabilities, and whether a stop token ended the response. Raises Fault where the server
         stopped at neither a stop token nor a string of the text."""
-        ids, logprobs, reason = read_answer(answer, self.served_model, self._vocab_size)
-        finished = ids[-1] in self._stop_ids
+        ids, logprobs, reason = read_answer(answer, self.served_model, self.vocab_size)
+        finished = ids[-1] in self.stop_ids
         spoken = ids[:-1] if finished else ids
         if reason == "stop" and not finished and strings.cut(spoken)[1] is None:
-            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self._decode(spoken)!r}")
+            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self.decode(spoken)!r}")
         return ids, logprobs, finished
 
     def _require_supported(self, sampling: SamplingParams) -> None:
         """The servers return the kind of log-probabilities that was chosen when they were started."""
         if sampling.temperature == 0:
             return
-        if self._after_temperature and sampling.top_p < 1:
+        if self.logprobs_after_temperature and sampling.top_p < 1:
             raise UserError(f"top_p is {sampling.top_p}: these servers were started for top_p 1")
-        if not self._after_temperature and sampling.temperature != 1:
+        if not self.logprobs_after_temperature and sampling.temperature != 1:
             raise UserError(
                 f"temperature is {sampling.temperature}: these servers return the probabilities of temperature 1"
             )
@@ -156,42 +146,38 @@ class ServerEngine:
             prompt_ids=request.prompt_ids,
             response_ids=ids[:kept],
             response_logprobs=logprobs[:kept],
-            text=self._decode(spoken[:length]),
+            text=self.decode(spoken[:length]),
             finished=finished,
             policy_version=self.policy_version,
             seed=request.seed,
             stop=stop,
-            routed_experts=read_experts(answer, len(request.prompt_ids) + kept) if self._keeps_experts else b"",
+            routed_experts=read_experts(answer, len(request.prompt_ids) + kept) if self.keeps_experts else b"",
         )
 
 
+@dataclass(eq=False, repr=False)
 class PlainEngine(ServerEngine):
     """For endpoints of OpenAI's API that return text alone, without token ids and log-probabilities: for evaluations,
     votes, best-of-N and search of a model that is not trained. Its tokens are those that the tokenizer of
     ``model.path`` makes of the text, so lengths and n-grams are in that tokenizer's tokens."""
 
-    def __init__(
-        self,
-        *args: Any,
-        encode: Callable[[str], Sequence[int]],
-        prompt_text: Callable[[Sequence[int]], str],
-        chats: Chats | None,
-        **kwargs: Any,
-    ) -> None:
-        """encode: a response's text to token ids. prompt_text: a prompt's token ids to the text that an endpoint reads
-        as these. chats: the chats to send to the chat endpoint; None: prompts go to the completions endpoint."""
-        super().__init__(*args, **kwargs)
-        self._encode, self._prompt_text, self._chats = encode, prompt_text, chats
-        self._path = COMPLETIONS if chats is None else CHAT_COMPLETIONS
+    _: KW_ONLY
+    encode: Callable[[str], Sequence[int]]  # a response's text to token ids
+    prompt_text: Callable[[Sequence[int]], str]  # a prompt's token ids to the text that an endpoint reads as these
+    chats: Chats | None  # those to send to the chat endpoint; None: prompts go to the completions endpoint
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.path = COMPLETIONS if self.chats is None else CHAT_COMPLETIONS
 
     def _require_supported(self, sampling: SamplingParams) -> None:
         """Nothing depends on how log-probabilities are computed: there are none."""
 
     def _body(self, request: GenerationRequest, sampling: SamplingParams) -> dict[str, Any]:
         """Without stop strings: an endpoint does not tell them from the end of a response, and cuts them off."""
-        asked: dict[str, Any] = {"prompt": self._prompt_text(request.prompt_ids)}
-        if self._chats is not None:
-            asked = {"messages": list(self._chats[request.problem_id])}
+        asked: dict[str, Any] = {"prompt": self.prompt_text(request.prompt_ids)}
+        if self.chats is not None:
+            asked = {"messages": list(self.chats[request.problem_id])}
         return {
             "model": self.served_model,
             **asked,
@@ -204,11 +190,11 @@ class PlainEngine(ServerEngine):
     def _read(self, answer: Any, strings: StopStrings) -> tuple[Sequence[int], Sequence[float], bool]:
         try:
             [choice] = answer["choices"]
-            text = choice["text"] if self._chats is None else choice["message"]["content"]
+            text = choice["text"] if self.chats is None else choice["message"]["content"]
             reason, text = choice["finish_reason"], text or ""
-            ids = tuple(self._encode(text))
+            ids = tuple(self.encode(text))
         except (KeyError, TypeError, ValueError) as error:
             raise Fault(f"an answer without a choice's text and finish_reason: {error!r}") from None
         if reason == "length" or strings.cut(ids)[1] is not None:
             return ids, (), False
-        return (*ids, self._stop_ids[0]), (), True
+        return (*ids, self.stop_ids[0]), (), True

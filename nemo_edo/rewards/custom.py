@@ -9,11 +9,10 @@ import math
 import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cache
 from numbers import Real
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from nemo_edo.config import RewardsConfig
@@ -75,6 +74,7 @@ class Failure:
     row: int = 0  # the response among the call's that it is about
 
 
+@dataclass(eq=False)
 class CustomScorer:
     """Scores responses, unfinished ones included, by the weighted sum of functions. Final answers are only for votes:
     the first that a function returns (``VOTE``), otherwise what the response states.
@@ -84,22 +84,15 @@ class CustomScorer:
     again after a call that took too long. columns: our names of columns by the data's names.
     """
 
-    def __init__(
-        self,
-        answers: AnswerFormat,
-        rewards: RewardsConfig,
-        *,
-        failures: Path,
-        require_unchanged: Callable[[], None] = lambda: None,
-        columns: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._answers = answers
-        self._functions = rewards.by_function
-        self._time_limit_s = rewards.function_time_limit_s
-        self._success_at = rewards.success_at
-        self._failures = failures
-        self._require_unchanged = require_unchanged
-        self._columns = columns
+    answers: AnswerFormat
+    rewards: RewardsConfig
+    _: KW_ONLY
+    failures: Path
+    require_unchanged: Callable[[], None] = lambda: None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._functions = self.rewards.by_function
         self._pool = WorkerPool(None)
         self._signatures: dict[str, Signature] = {}  # empty where the worker has not imported the functions
 
@@ -113,7 +106,7 @@ class CustomScorer:
         """Imports the functions. Raises UserError for one that is missing or takes arguments that there are not."""
         if self._signatures:
             return
-        self._require_unchanged()
+        self.require_unchanged()
         asked = [(one.path, key) for key, one in self._functions.values()]
         signatures = self._pool.run("nemo_edo.rewards.custom:signature", asked)
         for (_, key), signature in zip(asked, signatures, strict=True):
@@ -133,7 +126,7 @@ class CustomScorer:
             text = one.solution or one.answer
             ids = (encode(one.question), encode(text)) if taken else ((), ())
             rollout = Rollout(one.id, 0, *ids, (), text, True, 0, 0)
-            responses.append(Response(rollout, one, self._answers.extract(text), True))
+            responses.append(Response(rollout, one, self.answers.extract(text), True))
         for name, (key, function) in self._functions.items():
             results, failure = self._results(name, responses)
             if failure is not None:
@@ -148,7 +141,7 @@ class CustomScorer:
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """Raises PartlyGenerated, with those before it, where a function failed."""
-        responses, stopped = read_responses(rollouts, problems, self._answers), None
+        responses, stopped = read_responses(rollouts, problems, self.answers), None
         of_functions: dict[str, list[Result]] = {}
         for name in self._functions:
             results, failure = self._results(name, responses)
@@ -174,7 +167,7 @@ class CustomScorer:
             stated = None if response.answer is None else canonical_number(response.answer) or response.answer
             answer = next((result[VOTE] for result in own.values() if VOTE in result), stated)
             answer = answer if response.rollout.finished else None
-            scored.append(response.scored(total, answer, reason, parts, self._success_at))
+            scored.append(response.scored(total, answer, reason, parts, self.rewards.success_at))
         if stopped is not None:
             raise PartlyGenerated(stopped, scored)
         return scored
@@ -201,13 +194,13 @@ class CustomScorer:
                     there = ", ".join(sorted(name.removeprefix(COLUMN) for name in one if name.startswith(COLUMN)))
                     return results, Failure(f"takes the {missing}, which the data has not; there are {there}", row=row)
             arguments = {name: [one[field] for one in given] for name, field in fields.items()}
-            call = (function.path, key, arguments, signature, len(rows))
-            [answer] = self._pool.run("nemo_edo.rewards.custom:call", [call], wall_s=self._time_limit_s * len(rows))
+            call, limit_s = (function.path, key, arguments, signature, len(rows)), self.rewards.function_time_limit_s
+            [answer] = self._pool.run("nemo_edo.rewards.custom:call", [call], wall_s=limit_s * len(rows))
             if isinstance(answer, TaskFailure):
                 self._signatures = {}  # a new worker imports the functions, which may take longer than a call
                 each = f" for each of {len(rows)} responses" if len(rows) > 1 else ""
                 answer = Failure(
-                    f"took longer than rewards.function_time_limit_s = {self._time_limit_s:g}{each}"
+                    f"took longer than rewards.function_time_limit_s = {limit_s:g}{each}"
                     if answer == TIMED_OUT
                     else f"ended its process (exit status {answer.exit_status})"
                 )
@@ -219,7 +212,7 @@ class CustomScorer:
     def _described(self, name: str, response: Response, failure: Failure) -> str:
         """The failure with its place in words; the response is written to a file."""
         (key, function), rollout, problem = self._functions[name], response.rollout, response.problem
-        path = self._failures / f"reward_{file_name(problem.id)}_sample_{rollout.sample_index}.json"
+        path = self.failures / f"reward_{file_name(problem.id)}_sample_{rollout.sample_index}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         record = {
             **_own(response), "source": problem.source, "sample_index": rollout.sample_index,
@@ -236,7 +229,7 @@ class CustomScorer:
         """All that a function can ask for."""
         problem, own, text = response.problem, _own(response), response.rollout.text
         columns = {**own["metadata"], "answer": problem.answer, "solution": problem.solution}
-        columns |= {name: own[field] for name, field in self._columns.items() if field in own}
+        columns |= {name: own[field] for name, field in self.columns.items() if field in own}
         is_chat = bool(problem.messages)
         return {
             **own,
