@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -33,35 +34,26 @@ COMPACT_BELOW = 0.9
 """Ended rows leave the cache once fewer than this share of its rows are alive: a copy of the cache costs time, too."""
 
 
+@dataclass(eq=False, repr=False)
 class MegatronEngine:
     """A GenerationEngine over a Megatron model, with the model's parallelism."""
 
-    def __init__(
-        self,
-        built: BuiltModel,
-        *,
-        stop_ids: Sequence[int],
-        decode: Callable[[Sequence[int]], str],
-        max_batch_size: int | str,
-        device: torch.device,
-        keeps_experts: bool = False,
-        progress: bool = False,
-    ) -> None:
-        """max_batch_size: rows that are decoded at a time at most; AUTO: as many as memory has room for. keeps_experts:
-        rollouts get ``routed_experts``."""
-        config = get_model_config(built.chunks[0])
+    built: BuiltModel
+    _: KW_ONLY
+    stop_ids: Sequence[int]
+    decode: Callable[[Sequence[int]], str]
+    max_batch_size: int | str  # rows that are decoded at a time at most; AUTO: as many as memory has room for
+    device: torch.device
+    keeps_experts: bool = False  # rollouts get ``routed_experts``
+    progress: bool = False
+
+    def __post_init__(self) -> None:
+        config = get_model_config(self.built.chunks[0])
         if config.context_parallel_size > 1 or config.expert_model_parallel_size > 1:
             raise ValueError("in-process generation can use neither context nor expert parallelism")
         self.policy_version = 0
-        self._built = built
-        self._vocab_size = built.vocab_size
-        self._stop_ids = torch.tensor(sorted(stop_ids))
-        self._decode = decode
-        self._max_batch_size = max_batch_size
-        self._device = device
-        self._keeps_experts = keeps_experts
-        self._progress = progress
-        modules = [module for chunk in built.chunks for module in chunk.modules()]
+        self._stops = torch.tensor(sorted(self.stop_ids))
+        modules = [module for chunk in self.built.chunks for module in chunk.modules()]
         self._layers = layers = [module for module in modules if isinstance(module, Attention)]
         self._shares_prompts, self._by_head = all(map(shares_prompts, layers)), all(map(reads_by_head, layers))
 
@@ -86,19 +78,19 @@ class MegatronEngine:
         rows = self._batch_size(prompt, response)
         with (
             torch.no_grad(),  # Transformer Engine keeps tensors for training that inference_mode would forbid it to use
-            token_by_token(self._built.chunks) as self._chunks,
-            recording(self._built.chunks) if self._keeps_experts else nullcontext(),
-            Counter("generate", len(mine), shown=self._progress) as counter,
+            token_by_token(self.built.chunks) as self._chunks,
+            recording(self.built.chunks) if self.keeps_experts else nullcontext(),
+            Counter("generate", len(mine), shown=self.progress) as counter,
         ):
             for places in split_evenly(order, max(1, len(mine)) if self._shares_prompts else rows):
-                asked, strings = [mine[i] for i in places], StopStrings(sampling.stop, self._decode)
+                asked, strings = [mine[i] for i in places], StopStrings(sampling.stop, self.decode)
                 whole = self._shares_prompts
-                decoding = _Decoding(asked, rows, sampling, strings, self._device, whole_prompts=whole)
+                decoding = _Decoding(asked, rows, sampling, strings, self.device, whole_prompts=whole)
                 prefill = self._prefill_whole if decoding.after_prompts else self._prefill_equal
                 logits, done = prefill(decoding), 0
                 for step in itertools.count():
                     tokens, logprobs = self._choose(logits, decoding, step, sampling)
-                    decoding.record(step, tokens, logprobs, self._stop_ids)
+                    decoding.record(step, tokens, logprobs, self._stops)
                     alive = int(decoding.alive.sum())
                     before, done = done, decoding.begun - alive
                     new = decoding.take_ended() if done > before else {}
@@ -120,17 +112,17 @@ class MegatronEngine:
 
     def _batch_size(self, prompt: int, response: int) -> int:
         """The most rows of a batch, the same on every rank. prompt, response: the longest ones of all ranks."""
-        if self._max_batch_size != AUTO:
-            return int(self._max_batch_size)
+        if self.max_batch_size != AUTO:
+            return int(self.max_batch_size)
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         row = row_bytes(
             self._layers,
             prompt=prompt,
             response=refilled_places(response) if self._shares_prompts else response,
-            vocabulary=self._vocab_size if pipeline.rank() + 1 == pipeline.size() else 0,
-            device=self._device,
+            vocabulary=self.built.vocab_size if pipeline.rank() + 1 == pipeline.size() else 0,
+            device=self.device,
         )
-        return rows_that_fit(row, self._device)
+        return rows_that_fit(row, self.device)
 
     def _prefill_whole(self, decoding: _Decoding) -> Tensor | None:
         """Logits of each row's next token, where positions may differ. All but a prompt's last token goes to a cache
@@ -148,14 +140,14 @@ class MegatronEngine:
         prompts = decoding.prompts[requests, : max(2, int(lengths.max()))]
         distinct, owner = torch.unique(torch.cat([lengths[:, None], prompts], dim=1), dim=0, return_inverse=True)
         read = (distinct[:, 0] - 1).clamp(min=1).tolist()
-        least = FEWEST_READ[self._device.type]
+        least = FEWEST_READ[self.device.type]
         contexts = []
         for rows in of_similar_length(read, least):
             tokens = distinct[rows, 1 : 1 + read[rows.stop - 1]]
             contexts.append(context := CacheContext(*tokens.shape, by_head=self._by_head))
             positions = self._moved(_from_the_beginning(tokens))
             through_stages(self._chunks, self._moved(tokens), positions, context)
-            if self._keeps_experts:
+            if self.keeps_experts:
                 of_these = (owner >= rows.start) & (owner < rows.stop)
                 experts = recorded(self._chunks, tokens)[self._moved(owner[of_these] - rows.start)]
                 decoding.keep_experts(requests[of_these], _from_the_beginning(experts[..., 0]), experts)
@@ -177,7 +169,7 @@ class MegatronEngine:
         return None if logits is None else logits[owner]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        return moved(tensor, self._device)
+        return moved(tensor, self.device)
 
     def _forward(
         self, decoding: _Decoding, tokens: Tensor, positions: Tensor, owner: Tensor | None = None
@@ -185,20 +177,20 @@ class MegatronEngine:
         """[B, V] logits of the last of tokens [B, s], on the last pipeline stage; None on the others. owner: which of
         the B each row of the batch is; None: they are the rows."""
         logits = through_stages(self._chunks, self._moved(tokens), self._moved(positions), decoding.context)
-        if self._keeps_experts:
+        if self.keeps_experts:
             experts = recorded(self._chunks, tokens)
             if owner is not None:
                 experts, positions = experts[self._moved(owner)], positions[owner]
             decoding.keep_experts(decoding.rows, positions, experts)
-        return None if logits is None else logits[:, -1, : self._vocab_size]
+        return None if logits is None else logits[:, -1, : self.built.vocab_size]
 
     def _choose(self, logits: Tensor | None, decoding: _Decoding, step: int, sampling: SamplingParams):
         """The next token of each row and its log-probability, on the host, the same on every rank of the model."""
         if logits is not None:
             tokens, logprobs = choose_tokens(logits, self._moved(decoding.uniforms_at(step)), sampling)
         else:
-            tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self._device)
-            logprobs = torch.empty(len(decoding.rows), device=self._device)
+            tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self.device)
+            logprobs = torch.empty(len(decoding.rows), device=self.device)
         # The ranks that share the last stage have the same logits but for rounding, and a sum on CUDA need not round
         # twice in the same way: one of them chooses for all.
         for group, source in (
@@ -219,7 +211,7 @@ class MegatronEngine:
             problem_id=request.problem_id,
             sample_index=request.sample_index,
             prompt_ids=request.prompt_ids,
-            text=self._decode(ids[:-1] if response["finished"] else ids),
+            text=self.decode(ids[:-1] if response["finished"] else ids),
             policy_version=self.policy_version,
             seed=request.seed,
             **response,

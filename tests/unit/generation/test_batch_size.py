@@ -42,7 +42,7 @@ def engine(tiny, policy):
 
 
 def row_of(engine, prompt: int, response: int) -> int:
-    return row_bytes(engine._layers, prompt=prompt, response=response, vocabulary=engine._vocab_size, device=CPU)
+    return row_bytes(engine._layers, prompt=prompt, response=response, vocabulary=engine.built.vocab_size, device=CPU)
 
 
 @pytest.mark.parametrize("room", [1, 5, 26, 27])

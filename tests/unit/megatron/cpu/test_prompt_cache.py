@@ -41,7 +41,7 @@ def test_responses_are_those_of_a_copy_of_the_prompt_for_each(engine, monkeypatc
         assert len({len(one.response_ids) for one in found[True]}) > 1
         for one, other in zip(found[True], found[False], strict=True):
             assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
-    modules = [module for chunk in engine._built.chunks for module in chunk.modules()]
+    modules = [module for chunk in engine.built.chunks for module in chunk.modules()]
     assert {module.prompts for module in modules if hasattr(module, "softmax_scale")} == {None}, "prompts are kept"
 
 
