@@ -350,6 +350,7 @@ def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
 
 
 def _error(message: str, status: int = 2) -> int:
-    """Prints an error, of which what it quotes of files and servers reaches the terminal escaped; the exit status."""
+    """Prints an error, with what it quotes of files and servers escaped for the terminal, and returns the exit
+    status."""
     print(printable(f"nemo-edo: error: {message}"), file=sys.stderr)
     return status

@@ -60,9 +60,9 @@ class ServerEngine:
         self, requests: Sequence[GenerationRequest], sampling: SamplingParams, arrivals: Arrivals | None = None
     ) -> list[Rollout]:
         """One rollout for each request, in order; may be called from any thread. Raises PartlyGenerated, with the
-        responses so far, where a request is refused for good or no server is left; RunStopped soon after the run is
-        asked to stop; and ServerError where, before responses are handed over, a healthy replica turns out to have
-        other weights."""
+        responses so far, where a request is refused for good or has used up its attempts, or no server is left;
+        RunStopped soon after the run is asked to stop; and ServerError where, before responses are handed over, a
+        healthy replica turns out to have other weights."""
         self._require_supported(sampling)
         strings = StopStrings(sampling.stop, self.decode)
         bodies = [self._body(request, sampling) for request in requests]
