@@ -36,8 +36,6 @@ SEQUENCE_MEANS = ("grpo", "sapo")
 TOKEN_MEANS = ("cispo", "dapo", "vespo")
 NO_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 LOSS_TYPES = (*SEQUENCE_MEANS, *TOKEN_MEANS, "bnpo", "dr_grpo", "luspo")
-
-
 RECORD = "exploration.json"
 """In the output folder and in every checkpoint: the settings, which a resume is compared with."""
 PAPER = {

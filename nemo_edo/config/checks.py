@@ -117,8 +117,6 @@ ServerUrl = Annotated[
 ]
 MAY_BE_INFINITE = Constraint(lambda value: not math.isnan(value), "a number")
 """Of a bound that infinity switches off. All other numbers are finite."""
-
-
 _SHOWN = {"None": "null", "False": "false", "True": "true", "[]": "none", "{}": "none"}
 """Defaults as a user writes them."""
 

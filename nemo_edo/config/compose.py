@@ -28,8 +28,6 @@ TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: 
 NOT_GIVEN = "(not given)"
 JOB = "job"  # the key that says which job a config is for, where it is not a run's
 JOBS = {None: RunConfig, "reward_model": RewardModelRunConfig, "score": ScoreConfig}
-
-
 Job = RunConfig | RewardModelRunConfig | ScoreConfig
 
 

@@ -23,8 +23,6 @@ from nemo_edo.config.checks import (
 )
 
 FP8_RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
-
-
 RECOMPUTED = ("mlp", "moe", "moe_act", "layernorm", "core_attn", "mla_up_proj", "shared_experts")
 
 

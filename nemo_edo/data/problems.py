@@ -31,9 +31,6 @@ from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import load_function, said
 from nemo_edo.utils.wording import did_you_mean
 
-__all__ = ["BadRow", "Columns", "LoadedProblems", "ProblemFileError", "load_problems", "made_problems",
-           "read_benchmark", "write_problems"]  # fmt: skip
-
 _SHOWN = 5
 _PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
 _MAY_BE_BLANK = ("solution", "answer")

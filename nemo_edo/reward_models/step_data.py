@@ -21,8 +21,6 @@ from nemo_edo.test_time.search_llm import StepPath
 from nemo_edo.types import UNVERIFIED, ScoredRollout
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
-
-
 Path = tuple[str, ...]
 FirstWrong = Callable[[str, Path], int | None]
 """(question, steps) -> the index of the first step that is wrong, None where all are right."""
