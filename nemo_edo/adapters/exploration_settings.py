@@ -42,8 +42,7 @@ def warn_of_untested(package: str) -> None:
         warnings.warn(f"nemo_edo's adapter was tested with {package} {tested}; this is {installed}", stacklevel=3)
 
 
-WHOLE = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}
-"""Settings that cut the distribution that responses are sampled from, with the values that cut nothing."""
+WHOLE = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}  # the values that cut no distribution
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,7 @@ SEQUENCE_MEANS = ("grpo", "sapo")
 TOKEN_MEANS = ("cispo", "dapo", "vespo")
 NO_MODEL_INPUTS = ("completion_mask", "ref_chosen_logps", "ref_rejected_logps")
 LOSS_TYPES = (*SEQUENCE_MEANS, *TOKEN_MEANS, "bnpo", "dr_grpo", "luspo")
-RECORD = "exploration.json"
-"""In the output folder and in every checkpoint: the settings, which a resume is compared with."""
+RECORD = "exploration.json"  # the settings, in each saved folder, which a resume is compared with
 PAPER = {
     "title": "Exploration-Driven Optimization for Test-Time Large Language Model Reasoning",
     "citation": """@article{li2026exploration,
@@ -76,8 +75,7 @@ class _Exploring(_Trainer):
     model card, and a resume with others is refused."""
 
     exploration: ExplorationSettings
-    _record: dict[str, Any]
-    """The settings, by name."""
+    _record: dict[str, Any]  # the settings, by name
 
     def _configured(self, args: Any, plain: type, ours: type, coefficient: float | None, floor: float | None) -> Any:
         """A copy of the arguments (None: TRL makes them) with the settings, which may come from both but not differ."""

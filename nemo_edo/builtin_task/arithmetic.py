@@ -26,8 +26,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 
 STEP_ERRORS = (-2, -1, 1, 2)  # how far off the result of a wrong step is
-_MAX_POOL = 1_000_000
-"""At most this many question strings are candidates: memory and time stay small for large operands."""
+_MAX_POOL = 1_000_000  # question strings that are candidates at most: memory and time stay small for large operands
 _STEP = re.compile(r"(0|[1-9][0-9]{0,8}) \+ (0|[1-9][0-9]{0,8}) = (0|[1-9][0-9]{0,8})")
 
 Operands = tuple[int, ...]

@@ -115,8 +115,7 @@ ServerUrl = Annotated[
         "a URL such as http://node7:8000, without user, password, query and fragment; api_key_variable gives a key",
     ),
 ]
-MAY_BE_INFINITE = Constraint(lambda value: not math.isnan(value), "a number")
-"""Of a bound that infinity switches off. All other numbers are finite."""
+MAY_BE_INFINITE = Constraint(lambda value: not math.isnan(value), "a number")  # infinity switches a bound off
 _SHOWN = {"None": "null", "False": "false", "True": "true", "[]": "none", "{}": "none"}
 """Defaults as a user writes them."""
 

@@ -24,8 +24,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import did_you_mean
 
 DEFAULT = "a default of nemo_edo/config/"
-EXPERIMENT = "experiment"
-"""A setting, and a folder of complete configs that Hydra would take for a group to choose from."""
+EXPERIMENT = "experiment"  # a setting, and a folder of complete configs that Hydra would take for a group
 
 
 class ConfigError(UserError):

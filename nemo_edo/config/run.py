@@ -309,10 +309,8 @@ class RunConfig(Section):
 PLAIN_LABELS = ("GRPO", "ETO")  # arms without exploration or another change: what the others are compared with
 START = "warmup"  # the name under which the policy that every arm starts from is evaluated
 BEST = ".best"  # ends the names of an arm's best policies; none of an arm's names has it
-REPLICATE = "replicate"
-"""The name of the arm that ``replicate_baseline`` adds: the baseline, trained again with another seed."""
-REPLICATE_SEED_DISTANCE = 10**9
-"""From the run's seed to the replicate's: further than the seeds of runs that anyone compares lie apart."""
+REPLICATE = "replicate"  # the arm that ``replicate_baseline`` adds: the baseline, trained again with another seed
+REPLICATE_SEED_DISTANCE = 10**9  # from the run's seed: further than the seeds of runs that anyone compares
 
 
 def baseline_arm(arms: Mapping[str, ArmConfig]) -> str | None:

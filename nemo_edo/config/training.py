@@ -72,8 +72,7 @@ class SFTConfig(MicroBatchConfig):
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
 
-ONE_STEP = "one optimizer step for each collection"
-"""How warnings of such a schedule begin, by which a report knows them."""
+ONE_STEP = "one optimizer step for each collection"  # begins warnings of such a schedule, by which a report knows them
 
 
 @dataclass

@@ -17,8 +17,7 @@ _NUMBER = re.compile(
     r"(?:\.(?P<fraction>[0-9]+))?"
     r"\.?"  # the full stop of a sentence
 )
-LONGEST_ANSWER = 1000
-"""Characters of an answer that is looked at: a longer one is not an answer, and may be built to waste time."""
+LONGEST_ANSWER = 1000  # characters: a longer text is not an answer, and may be built to waste time
 _FRACTION = re.compile(
     r"(?P<sign>[+-]?)(?:(?P<above>\d{1,30})/(?P<below>\d{1,30})|"
     r"\\[dt]?frac(?:\{(?P<over>-?\d{1,30})\}\{(?P<under>\d{1,30})\}|\s*(?P<short>\d{2})))"

@@ -20,8 +20,7 @@ from nemo_edo.utils.files import replacing
 
 T = TypeVar("T")
 PromptAndResponse = tuple[Sequence[int], Sequence[int]]
-RENAMED = {"exploration_weights": "exploration_factors"}
-"""Tensors' names in files of earlier versions: a run that was stopped under one resumes under this one."""
+RENAMED = {"exploration_weights": "exploration_factors"}  # tensors' names in files of earlier versions
 
 
 def build_batch(

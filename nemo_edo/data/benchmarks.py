@@ -36,8 +36,7 @@ class Benchmark:
     title: str
     hub: str  # the data set on the Hugging Face hub
     splits: Mapping[str, int]  # rows of each official split
-    columns: Mapping[str, tuple[str, ...]]
-    """What is read, by the names that official copies give it; of each, one has to be there."""
+    columns: Mapping[str, tuple[str, ...]]  # official copies' names of what is read; one of each has to be there
     read: Callable[[Mapping[str, Any]], Gold]  # From a row's read columns, by our names. Raises RowError.
     answers: str  # the answer format of the paper's prompt for it
     licence: str

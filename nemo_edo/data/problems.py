@@ -36,8 +36,7 @@ _PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
 _MAY_BE_BLANK = ("solution", "answer")
 _OF_SOURCES = ("source", "metadata", "messages")
 MADE = "data.source"  # the benchmark of problems that a function has made
-SPLITS = ("warmup", "train", "test")
-"""What a function makes. warmup and train may be missing: the warm-up then learns from train."""
+SPLITS = ("warmup", "train", "test")  # what a function makes; without warmup, the warm-up learns from train
 
 
 @dataclass

@@ -150,8 +150,7 @@ def _error_in(value: Any) -> RowError | None:
     return value if isinstance(value, RowError) else None
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)
-"""Made once: ``json.loads`` with a hook makes one for each row, which takes as long as the row."""
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once: ``json.loads`` makes one for each row
 
 
 def _parsed(text: bytes) -> Any:

@@ -25,8 +25,7 @@ computes queries, keys and values for every row."""
 class Prompts:
     """What rows of a batch may share: for each row the tokens before its response, and which rows have the same."""
 
-    lengths: list[int]
-    """Tokens that a row may share: all before the prompt's last one, which predicts the response's first token."""
+    lengths: list[int]  # tokens that a row may share: all before the prompt's last one
     groups: list[int]  # rows with the same number have the same prompt
 
     @classmethod
@@ -56,8 +55,7 @@ class MicroBatching:
     """How a rank's share of a global batch is cut: memory and speed, never the result."""
 
     rows: int  # most rows of a micro-batch that is not packed
-    tokens: int | None = None
-    """Most tokens of a micro-batch, padding included; None: no such bound, and rows stay in their order."""
+    tokens: int | None = None  # most tokens of a micro-batch, padding included; None: rows stay in order
     packing: bool = False  # rows are packed into one, without padding; it needs ``tokens``
     share_prompts: bool = False  # A pack contains the prompt of several rows once; it needs ``packing``
 

@@ -15,13 +15,10 @@ if TYPE_CHECKING:
 
 FP32 = 4
 MOST_ON_CPU = 512  # A CPU computes as many tokens a second with more rows
-GPU_RESERVE = 2 * 2**30
-"""Bytes that stay free on a GPU: the workspaces of cuBLAS and NCCL's buffers, which are allocated when first used."""
-USED_OF_GPU, USED_OF_HOST = 0.9, 0.5
-"""Shares of the memory that is free: a GPU's allocator cannot use all of it, a host has other processes."""
+GPU_RESERVE = 2 * 2**30  # bytes that stay free: cuBLAS's workspaces and NCCL's buffers are allocated when first used
+USED_OF_GPU, USED_OF_HOST = 0.9, 0.5  # of the free memory: GPUs fragment, hosts have other processes
 
-SPARE = 4
-"""A cache whose rows begin at different times has room for this part of a response more: so often its content moves."""
+SPARE = 4  # a cache of rows that begin at different times has room for 1/SPARE of a response more
 
 
 def refilled_places(response: int) -> int:

@@ -28,10 +28,8 @@ from nemo_edo.megatron.routing import recorded, recording
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.status_line import Counter
 
-FEWEST_READ = {"cpu": 512, "cuda": 8192}
-"""Prompt tokens from which on a forward pass is about as fast per token as a larger one."""
-COMPACT_BELOW = 0.9
-"""Ended rows leave the cache once fewer than this share of its rows are alive: a copy of the cache costs time, too."""
+FEWEST_READ = {"cpu": 512, "cuda": 8192}  # prompt tokens from which on a pass is about as fast per token as larger ones
+COMPACT_BELOW = 0.9  # share of rows that are alive below which ended ones leave: copies of the cache cost time
 
 
 @dataclass(eq=False, repr=False)

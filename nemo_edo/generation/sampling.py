@@ -26,8 +26,7 @@ SWITCHES = {
     "disable_sequence_parallel_comm": True,
 }
 """Attributes of Megatron's modules and Megatron-Bridge's adapters, with sequence parallelism off."""
-CPU_BLOCK, GPU_BLOCK = 2**18, 2**26
-"""Logits that tokens are chosen from at a time: as many as a core's cache holds; on a GPU as memory can spare."""
+CPU_BLOCK, GPU_BLOCK = 2**18, 2**26  # logits chosen from at a time: a core's cache holds them; a GPU can spare them
 LIKELY = 1024  # tokens that nearly always reach top_p; finding them costs a tenth of sorting a whole vocabulary
 
 

@@ -49,8 +49,7 @@ class ServerAPI:
     gpus: tuple[int, ...] = ()  # By their number among those that this process sees. Empty: the server runs on the CPU.
     max_length: int | None = None  # tokens of prompt and response together; None: the model's own
     arguments: tuple[str, ...] = ()  # Command-line arguments before those of the settings
-    logprobs_after_temperature: bool = False
-    """Whether log-probabilities are after the temperature; otherwise they are the model's, at temperature 1."""
+    logprobs_after_temperature: bool = False  # otherwise they are the model's, at temperature 1
     sleeps: bool = False  # whether the server must support sleep mode, which frees its GPU memory
     nccl_library: str | None = None  # the library of a refit through NCCL; None: without
     adapter_rank: int | None = None  # rank of its LoRA adapters; None: without adapters

@@ -22,8 +22,7 @@ from nemo_edo.types import UNVERIFIED, ScoredRollout
 
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 Path = tuple[str, ...]
-FirstWrong = Callable[[str, Path], int | None]
-"""(question, steps) -> the index of the first step that is wrong, None where all are right."""
+FirstWrong = Callable[[str, Path], int | None]  # the first wrong step of (question, steps), or None
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class StepGroup:
     problem_id: str
     question: str
     positive: Path
-    negatives: tuple[Path, ...]
-    """At least one; first those that share the positive's prefix and differ in the last step only."""
+    negatives: tuple[Path, ...]  # at least one; first those that differ from the positive in the last step only
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ from nemo_edo.utils.status_line import Counter
 
 POOLING = "/pooling"
 MODEL_NAME = "reward_model"
-TOKENS, SEQUENCE = "token_classify", "classify"
-"""vLLM's names of its tasks: one row per token, and one row per sequence."""
+TOKENS, SEQUENCE = "token_classify", "classify"  # vLLM's tasks: a row per token, and per sequence
 SERVED = "Qwen2ForRewardModel"  # vLLM's name for a head of two layers with one output
 _HEAD = "v_head."
 _WEIGHT, _BIAS = f"{_HEAD}summary.weight", f"{_HEAD}summary.bias"

@@ -43,10 +43,8 @@ _FORMS: tuple[tuple[set[str], bool, dict[str, str]], ...] = (
 """The forms of functions: the parameters that mark each, whether it takes lists, and what its parameters get. TRL's
 also takes columns of the data by their names. The last form needs no mark."""
 COLUMN = "column "  # begins what a parameter gets that is the name of a column
-SCORE = "score"
-"""The entry of a dict that is the reward, the others being only logged; without it, the reward is their sum."""
-LARGEST = 1e12
-"""Rewards are trained on in float32: there the squares of these, times weights, add up to a finite number."""
+SCORE = "score"  # the entry of a dict that is the reward; the others are logged; without it, their sum is
+LARGEST = 1e12  # rewards are float32 in training: squares of these, times weights, add up to a finite number
 VOTE = "vote"
 """The entry of a dict that votes compare: the answer that the response states, as a text that equal answers share, or
 None. It must not depend on what is right: a vote at test time does not know that."""
@@ -59,8 +57,7 @@ Result = dict[str, Any]  # A response's reward as ``SCORE``, named parts, and ``
 class Signature:
     batch: bool  # whether it takes lists
     concurrent: bool  # whether it is ``async`` and takes one response: then a call is of many, at the same time
-    arguments: dict[str, str]
-    """The function's parameters, and what each gets: one of ``ARGUMENTS``, or of TRL's or verl's."""
+    arguments: dict[str, str]  # what each parameter gets: one of ``ARGUMENTS``, or of TRL's or verl's
     optional: frozenset[str]  # the parameters that have a default
     all_columns: bool  # whether it takes every column of the data by name
 

@@ -31,10 +31,8 @@ from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Roll
 from nemo_edo.utils.http import Fault, ServerError, exchange, key_of_environment, open_session, retrying, run_tasks
 
 CHAT = "/chat/completions"
-REFUSES_ONE_REQUEST = (400, 413, 422)
-"""Statuses that refuse one request, such as one that is too long; others may succeed."""
-WHOLE = (None, "stop", "eos", "end_turn")
-"""The finish_reason of a reply that ended by itself: others were cut, or withheld by a filter."""
+REFUSES_ONE_REQUEST = (400, 413, 422)  # such as one that is too long; others may succeed
+WHOLE = (None, "stop", "eos", "end_turn")  # finish_reason of whole replies: others were cut or withheld
 NO_VERDICT = "its reply has no verdict"
 SHOWN = 200  # characters of a reply's end that messages show
 SHOWN_REASONS = 5
@@ -120,8 +118,7 @@ class JudgeReport:
     without_verdict: str = ""  # the end of the first reply without a verdict
     prompt_tokens: int = 0  # without those of cached verdicts
     completion_tokens: int = 0
-    agreement: Counter[tuple[bool, bool]] = field(default_factory=Counter)
-    """Responses that the rules could verify too, by (judge's verdict, rules' verdict)."""
+    agreement: Counter[tuple[bool, bool]] = field(default_factory=Counter)  # by (judge's, rules') verdict
 
     def numbers(self, settings: JudgeConfig) -> dict[str, float | int]:
         """The numbers by name, for metrics.jsonl. cost: in the currency of the settings' prices, if set; agreement

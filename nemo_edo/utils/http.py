@@ -26,8 +26,7 @@ SHORTEST_HIDDEN = 8  # Characters. A shorter key is not hidden: it is no secret,
 BREAK = r"(?:\s|\\[nrt])*"  # white space, and how JSON writes it
 RETRIABLE = (408, 425, 429)  # statuses below 500 after which the same request may succeed
 SHOWN_CHARACTERS = 500  # characters of an answer's body that messages show
-KEEPALIVE_S = 2.0
-"""Idle connections are closed after this time: uvicorn closes them after 5 s, perhaps just as a request is sent."""
+KEEPALIVE_S = 2.0  # for idle connections: uvicorn closes them after 5 s, perhaps just as a request is sent
 
 
 class ServerError(UserError):

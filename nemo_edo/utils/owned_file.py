@@ -18,8 +18,7 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EIN
 """What flock says on file systems without locks: NFS without a lock daemon, FUSE, Lustre without -o flock."""
 BEAT_S = 10.0  # where locks do not work, an owner touches its file this often...
 ALIVE_S = 60.0  # ...and counts as alive for so long after, seen from another machine
-SETTLE_S = 2.0
-"""How long two processes that began together may take to see each other's name in the file, where locks do not work."""
+SETTLE_S = 2.0  # without locks, two processes that began together see each other's name within it
 
 
 class InUse(Exception):

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # for prctl(2): descendants whose parent has ended become children of this process
-_PR_SET_PDEATHSIG = 1
-"""For prctl(2): the signal that the kernel sends to this process when the thread that started it ends."""
+_PR_SET_PDEATHSIG = 1  # for prctl(2): the signal to this process when the thread that started it ends
 
 
 def end_with(parent: int) -> None:

@@ -30,10 +30,8 @@ from typing import Any
 
 from nemo_edo.errors import UserError
 
-_REPLACE_ABOVE = 0.5
-"""Share of the memory limit: a worker whose peak was above it is replaced, as its next task would have less."""
-_FIRST_TRY_S = 0.25
-"""CPU time of a task's first try where there is a budget: few need more, and those wait until the others are done."""
+_REPLACE_ABOVE = 0.5  # of the memory limit: a worker with a higher peak is replaced, as its next task has less
+_FIRST_TRY_S = 0.25  # CPU time of a first try where there is a budget: few need more, and those wait
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class TaskFailure:
     """Why a task has no result."""
 
     reason: str
-    exit_status: int | None = None
-    """The exit status of its worker, which has ended by itself; negative: a signal's number."""
+    exit_status: int | None = None  # of its worker, which has ended by itself; negative: a signal's number
 
 
 TIMED_OUT, OUT_OF_MEMORY, CRASHED = map(TaskFailure, ("timed out", "ran out of memory", "crashed"))
