@@ -45,8 +45,7 @@ class ArithmeticConfig(Section):
     weak_fact_share: Share = 0.25  # Share of the addition facts that the warm-up data mostly gets wrong.
     weak_fact_accuracy: Share = 0.35  # How often the warm-up data has a weak fact right.
     step_noise: Share = 0.1  # Share of the warm-up data's other steps whose result is wrong.
-    seed: int = 0
-    """Seed of the problems, separate from the run's: runs with other seeds see the same problems."""
+    seed: int = 0  # Seed of the problems, separate from the run's: runs with other seeds see the same problems.
 
 
 @dataclass
@@ -58,8 +57,7 @@ class DataConfig(Section):
     train: Optional[str] = None
     """Problems that the policy samples responses to: an official file or folder of ``benchmark``, or what
     tools/prepare_data wrote."""
-    test: Optional[str] = None
-    """Problems that policies are evaluated on; its file name must differ from ``train``'s."""
+    test: Optional[str] = None  # Problems that policies are evaluated on; its file name must differ from ``train``'s.
     benchmark: Optional[Benchmark] = None
     """The benchmark of ``warmup`` and ``train``; null: GSM8K's JSONL format with any number of rows."""
     test_benchmark: Optional[Benchmark] = None  # The benchmark of ``test``; null: as ``benchmark``.
@@ -167,8 +165,7 @@ verdict: incorrect"""
 class JudgeConfig(Section):
     """The judge of ``rewards.verifier`` judge. Other verifiers ignore it."""
 
-    url: Optional[ServerUrl] = None
-    """Where the API is, such as https://api.openai.com/v1 or http://node7:8000/v1."""
+    url: Optional[ServerUrl] = None  # Where the API is, such as https://api.openai.com/v1 or http://node7:8000/v1.
     model: Optional[str] = None  # What the server calls the model.
     answers_as: Optional[str] = None
     """What the server's answers call the model; null: as ``model`` does, or that with a hyphen and a version, such as a
@@ -186,8 +183,7 @@ class JudgeConfig(Section):
     structured_outputs). json_schema: the reply is JSON with a verdict (OpenAI's response_format)."""
     max_in_flight: PositiveInt = 16  # Concurrent requests.
     request_limit_s: Positive = 120.0  # Seconds that a reply may take.
-    attempts: PositiveInt = 6
-    """Attempts at a failing request before the judge counts as abstaining on it."""
+    attempts: PositiveInt = 6  # Attempts at a failing request before the judge counts as abstaining on it.
     verdict_attempts: PositiveInt = 2  # Attempts at a request whose reply has no verdict.
     backoff_s: Positive = 1.0
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""

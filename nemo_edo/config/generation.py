@@ -42,8 +42,7 @@ class ServersConfig(Section):
     this machine, otherwise 0."""
     dtype: Optional[Annotated[str, one_of("float32", "bfloat16", "float16")]] = None
     """float32, bfloat16 or float16; null: as the trainer computes (bfloat16 with FP8)."""
-    memory_share: Annotated[float, within(0, 1, "()")] = 0.85
-    """Share of a GPU's memory that a replica takes."""
+    memory_share: Annotated[float, within(0, 1, "()")] = 0.85  # Share of a GPU's memory that a replica takes.
     cpu_cache_gb: PositiveInt = 1  # GiB of a replica's KV cache on a machine without GPUs.
     threads: Optional[PositiveInt] = None
     """CPU threads of a replica on a machine without GPUs; null: its share of the machine's cores."""

@@ -40,10 +40,8 @@ class PrecisionConfig(Section):
     """How tensors are scaled into FP8's range: tensorwise, each by its own maximum; delayed, by maxima of steps
     before; blockwise, in blocks of 128; mxfp8, in blocks of 32 (Blackwell)."""
     fp8_margin: NonNegativeInt = 0  # With recipe delayed: scales are smaller by 2^margin.
-    fp8_amax_history_len: PositiveInt = 1024
-    """With recipe delayed: steps that the maximum is taken over."""
-    fp8_param_gather: bool = False
-    """Weights are kept, and gathered from the distributed optimizer, in FP8."""
+    fp8_amax_history_len: PositiveInt = 1024  # With recipe delayed: steps that the maximum is taken over.
+    fp8_param_gather: bool = False  # Weights are kept, and gathered from the distributed optimizer, in FP8.
     bf16_layers_at_start: NonNegativeInt = 0  # Number of first layers that still compute in bf16.
     bf16_layers_at_end: NonNegativeInt = 0  # Number of last layers that still compute in bf16.
 
@@ -66,8 +64,7 @@ class ParallelismConfig(Section):
     """Processes that share each layer. null: as few as the model fits on by the doctor's estimate, usually one, with
     use_distributed_optimizer where it fits no other way; where several share it, sequence_parallel is on. The command
     finds it by the number of processes (parallelism=auto)."""
-    pipeline_model_parallel_size: PositiveInt = 1
-    """Pipeline stages: groups of layers, each on separate processes."""
+    pipeline_model_parallel_size: PositiveInt = 1  # Pipeline stages: groups of layers, each on separate processes.
     use_distributed_optimizer: bool = False  # Split the optimizer's state over the data-parallel ranks.
     sequence_parallel: bool = False
     """Tensor-parallel processes share the tokens too, where a layer works on each token alone (norms, residuals)."""
@@ -134,8 +131,7 @@ class LoRAConfig(Section):
     rank: NonNegativeInt = 0
     """Rank of the adapters, a multiple of parallelism.tensor_model_parallel_size; 0: no adapters, all weights are
     trained."""
-    alpha: Positive = 16.0
-    """Adapters add alpha / rank times their product. Not the alpha of the exploration term."""
+    alpha: Positive = 16.0  # Adapters add alpha / rank times their product. Not the alpha of the exploration term.
     targets: list[Annotated[str, one_of(*TARGETS)]] = field(default_factory=lambda: list(TARGETS))
     """The layers with adapters, by Megatron's names: linear_qkv (queries, keys and values), linear_proj (attention's
     output), linear_fc1 (gate and up projections), linear_fc2 (the down projection)."""
@@ -164,8 +160,7 @@ class ContainerConfig(Section):
 
     kind: Annotated[str, one_of("none", "pyxis", "apptainer")] = "none"
     """none: the cluster's nodes as they are. pyxis: Slurm's plugin for enroot (srun --container-image). apptainer."""
-    image: Optional[str] = None
-    """pyxis: a registry's image (nvcr.io#... or a .sqsh file); apptainer: a .sif file."""
+    image: Optional[str] = None  # pyxis: a registry's image (nvcr.io#... or a .sqsh file); apptainer: a .sif file.
     mounts: list[Annotated[str, Constraint(lambda mount: ":" in mount, "FROM:TO")]] = field(default_factory=list)
     """FROM:TO, in addition to the folders of the run and the snapshot, which keep their paths inside."""
 
@@ -181,8 +176,7 @@ class ClusterConfig(Section):
     """local: launch refuses, use train. slurm: an sbatch script is written and submitted."""
     nodes: PositiveInt = 1  # Nodes of the trainer.
     processes_per_node: PositiveInt = 8  # Trainer processes on each node: one for each GPU.
-    server_nodes: NonNegativeInt = 0
-    """Nodes of generation servers, in the same job; the job has nodes + server_nodes."""
+    server_nodes: NonNegativeInt = 0  # Nodes of generation servers, in the same job; the job has nodes + server_nodes.
     gpus_per_node: Optional[PositiveInt] = None
     """GPUs requested with --gpus-per-node; null: none are requested, as nodes include theirs or have none."""
     launcher: Annotated[str, one_of("torchrun", "srun")] = "torchrun"
@@ -211,16 +205,14 @@ class ClusterConfig(Section):
     requeues: NonNegativeInt = 20
     """Times that a job is queued again, after its time limit or a failure that the run did not cause. With 0, or where
     the cluster does not allow requeueing, use chain."""
-    chain: PositiveInt = 1
-    """Jobs that are submitted one after another, each resuming where the last one ended."""
+    chain: PositiveInt = 1  # Jobs that are submitted one after another, each resuming where the last one ended.
     array_limit: Optional[PositiveInt] = None
     """Members of a sweep that run concurrently; null: as many as the cluster takes."""
     stalled_after_s: Optional[Positive] = None
     """A run that finishes no optimizer step and no response for so many seconds is ended: every process writes its
     stack traces, and the job is queued again. With servers at least the time that a response may take. null: never. It
     also applies to train."""
-    health_limit_s: NonNegative = 60.0
-    """Seconds for the health check of all nodes before the run; 0: no check."""
+    health_limit_s: NonNegative = 60.0  # Seconds for the health check of all nodes before the run; 0: no check.
     shared_folder: Optional[str] = None
     """The folder that the health check writes to from every node; null: the launch's folder."""
 

@@ -52,10 +52,8 @@ class RewardDataConfig(Section):
     step_separator: NotEmpty = "\n"  # What separates two steps of a response.
     positives: PositiveInt = 4  # Right steps sampled for each question, at most.
     negatives: PositiveInt = 3  # Wrong steps that each of them is ranked against, at most (K - 1).
-    validation_share: Annotated[float, within(0, 1, "()")] = 0.1
-    """Share of the questions that are not trained on."""
-    max_tokens: PositiveInt = 1024
-    """Most tokens of question and steps together. Longer ones are left out, and counted."""
+    validation_share: Annotated[float, within(0, 1, "()")] = 0.1  # Share of the questions that are not trained on.
+    max_tokens: PositiveInt = 1024  # Most tokens of question and steps together. Longer ones are left out, and counted.
 
 
 @dataclass
@@ -75,12 +73,9 @@ class RewardTrainConfig(Section):
     uniform: equally, as in its source's published code."""
     l2: NonNegative = 0.0
     """Weight of the penalty on the squares of the scores. uniform needs one above 0: it is unbounded without."""
-    dtype: Annotated[str, one_of(*DTYPES[1:])] = "float32"
-    """float32; bfloat16: autocast, on weights kept in float32."""
-    evaluate_every: NonNegativeInt = 250
-    """Steps between two validations; 0: only at the beginning and the end."""
-    checkpoint_every: PositiveInt = 250
-    """Steps between two checkpoints, which a killed training resumes from."""
+    dtype: Annotated[str, one_of(*DTYPES[1:])] = "float32"  # float32; bfloat16: autocast, on weights kept in float32.
+    evaluate_every: NonNegativeInt = 250  # Steps between two validations; 0: only at the beginning and the end.
+    checkpoint_every: PositiveInt = 250  # Steps between two checkpoints, which a killed training resumes from.
 
     def rules(self) -> Iterator[Rule]:
         yield self.weighting == "softmax" or self.l2 > 0, "l2", "a number above 0 with train.weighting uniform"
@@ -125,8 +120,7 @@ class ScoreConfig(Section):
     too_long: Annotated[str, one_of("error", "zero")] = "error"
     """Responses that do not fit the model's context. error: they end the command before anything is computed; zero:
     each of their steps has score 0, and they are counted."""
-    serve: bool = False
-    """Start vLLM servers with the model (``servers``) in place of computing in process."""
+    serve: bool = False  # Start vLLM servers with the model (``servers``) in place of computing in process.
     servers: ServersConfig = field(default_factory=ServersConfig)
 
     def rules(self) -> Iterator[Rule]:
@@ -164,8 +158,7 @@ class SearchLLMConfig(Section):
     """Problems that are searched together, and whose results are on disk before the next ones: what a killed command
     loses, at most."""
     trees: NonNegativeInt = 6  # How many of the first problems have their trees kept for the report.
-    device: str = "auto"
-    """Device of the reward model: cpu, cuda, cuda:1; auto: a GPU where there is one."""
+    device: str = "auto"  # Device of the reward model: cpu, cuda, cuda:1; auto: a GPU where there is one.
     dtype: Annotated[str, one_of(*DTYPES)] = "auto"
     """Number format of the reward model: float32 or bfloat16; auto: bfloat16 on a GPU, otherwise float32."""
     batch_tokens: PositiveInt = 16384  # Tokens of the reward model's forward pass, padding included.

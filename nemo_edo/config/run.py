@@ -72,8 +72,7 @@ class SamplingConfig(Section):
     temperature: Positive = 1.0  # Temperature of sampling and of every log-probability in training.
     top_p: Annotated[float, within(0, 1, "(]")] = 1.0
     """Below 1: only the most likely tokens that have this share of the probability are sampled."""
-    max_new_tokens: PositiveInt = 512
-    """A response that has not ended after this many tokens counts as wrong."""
+    max_new_tokens: PositiveInt = 512  # A response that has not ended after this many tokens counts as wrong.
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
     """Tokens that end a response as well. The end tokens of the tokenizer, of generation_config.json and of
     config.json always do."""
@@ -102,8 +101,7 @@ class CheckpointConfig(Section):
     checkpoints/ARM.best. It needs evaluation.every. null: none is kept."""
     best_count: PositiveInt = 1
     """Policies kept by that metric; the second best and so on are checkpoints/ARM.best_iter_00003, by iteration."""
-    best_mode: Annotated[str, one_of("max", "min")] = "max"
-    """max: the highest values are the best; min: the lowest."""
+    best_mode: Annotated[str, one_of("max", "min")] = "max"  # max: the highest values are the best; min: the lowest.
     asynchronous: bool = True
     """Write checkpoints during the training, by a separate process for each rank; the ranks' copies of their shares
     stay in host memory until then. false: the next step waits until they are written."""
@@ -120,8 +118,7 @@ class EarlyStopConfig(Section):
     metric: Optional[str] = None
     """A metric of the evaluations, such as greedy_accuracy. It needs evaluation.every. null: every arm trains to its
     last iteration."""
-    mode: Annotated[str, one_of("max", "min")] = "max"
-    """max: a higher value is an improvement; min: a lower one."""
+    mode: Annotated[str, one_of("max", "min")] = "max"  # max: a higher value is an improvement; min: a lower one.
     patience: PositiveInt = 3  # Evaluations in a row without improvement after which the training ends.
     min_delta: NonNegative = 0.0  # A change of at most so much is no improvement.
 
@@ -157,8 +154,7 @@ class EvaluationConfig(Section):
     rollouts: PositiveInt = 3  # Independent sets of ``samples`` responses, averaged.
     every: NonNegativeInt = 0
     """A short evaluation (greedy, and one rollout) before every so many iterations, for the curves; 0: none."""
-    bootstrap: PositiveInt = 2000
-    """Random weights, or resamples, of the problems for the 95 % intervals."""
+    bootstrap: PositiveInt = 2000  # Random weights, or resamples, of the problems for the 95 % intervals.
     aggregation: Annotated[str, one_of("last", "min", "product", "mean")] = "last"
     """The one score of a response from a reward model's scores of its steps: last (the paper's), min, product or
     mean."""
@@ -190,10 +186,8 @@ class RunConfig(Section):
     """What the run reproduces: the file of ``conf/experiment/`` that it is composed from, such as
     main/gsm8k_llama3_grpo; the tables of ``tools/paper_tables`` look for it. Another name, or null: a custom
     run."""
-    seed: NonNegativeInt = 42
-    """Seed of the model's random weights, of sampling and of the samples' order."""
-    threads: Optional[PositiveInt] = None
-    """CPU threads of each process; null: torch's choice (torchrun sets one)."""
+    seed: NonNegativeInt = 42  # Seed of the model's random weights, of sampling and of the samples' order.
+    threads: Optional[PositiveInt] = None  # CPU threads of each process; null: torch's choice (torchrun sets one).
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)

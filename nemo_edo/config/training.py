@@ -121,8 +121,7 @@ class LoopConfig(MicroBatchConfig):
 class GRPOConfig(LoopConfig, GRPOLossConfig):
     """GRPO and ED-GRPO: the loss, the advantages and the loop around them."""
 
-    entropy_coefficient: NonNegative = 0.0
-    """Weight of an entropy bonus, the plain baseline of the exploration term."""
+    entropy_coefficient: NonNegative = 0.0  # Weight of an entropy bonus, the plain baseline of the exploration term.
     advantage_scale: Annotated[str, one_of("std", "none")] = "std"
     """std: divided by the group's standard deviation; none: not divided (Dr.GRPO)."""
     advantage_baseline: Annotated[str, one_of("mean", "leave-one-out")] = "mean"
@@ -154,8 +153,7 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     paper's."""
     dynamic_sampling: bool = False
     """Groups whose rewards are all equal are dropped and other problems sampled in their place (DAPO)."""
-    max_extra_rounds: NonNegativeInt = 3
-    """Rounds of sampling that dynamic_sampling may add to a collection."""
+    max_extra_rounds: NonNegativeInt = 3  # Rounds of sampling that dynamic_sampling may add to a collection.
     overlong_buffer: Optional[PositiveInt] = None
     """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""
     minibatch_size: PositiveInt = 512  # Responses of one optimizer step, over all data-parallel ranks.
@@ -218,8 +216,7 @@ class BoundsConfig(Section):
 
     floor: Optional[Bound] = None  # The guard fires at this value and below; null: no floor.
     ceiling: Optional[Bound] = None  # The guard fires at this value and above; null: no ceiling.
-    in_a_row: PositiveInt = 1
-    """Measurements at or beyond a bound, one after another, before the guard fires."""
+    in_a_row: PositiveInt = 1  # Measurements at or beyond a bound, one after another, before the guard fires.
     action: Annotated[str, one_of("warn", "stop")] = "warn"
     """warn: log it and continue; stop: save a checkpoint and end the run."""
 
