@@ -95,7 +95,6 @@ def resolved_yaml(cfg: RunConfig | RewardModelRunConfig) -> str:
 
 
 def default_values(job: str | None) -> dict[str, Any]:
-    """The default of every setting of a job."""
     return OmegaConf.to_container(_structured(JOBS[job]))
 
 

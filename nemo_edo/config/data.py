@@ -122,7 +122,6 @@ class DataConfig(Section):
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the problems are the built-in task's."""
         return self.test is None and self.source is None
 
     def reading(self, split: str) -> dict[str, Any]:

@@ -103,7 +103,6 @@ class ModelShape:
 
     @property
     def expert_matrices(self) -> dict[str, tuple[int, int]]:
-        """(outputs, inputs) of the matrices of one expert."""
         return self._mlp(self.moe_ffn_hidden_size) if self.num_moe_experts else {}
 
     def _mlp(self, units: int) -> dict[str, tuple[int, int]]:
@@ -111,7 +110,6 @@ class ModelShape:
 
     @property
     def layer_experts(self) -> int:
-        """Parameters of a layer's experts."""
         return (self.num_moe_experts or 0) * sum(outputs * inputs for outputs, inputs in self.expert_matrices.values())
 
     @property

@@ -66,7 +66,6 @@ class Benchmark:
 
     @property
     def expected(self) -> str:
-        """The official columns, in words."""
         return f"the columns {', '.join(names[0] for names in self.columns.values())} of {self.title} ({self.hub})"
 
 

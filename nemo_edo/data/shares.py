@@ -39,7 +39,6 @@ class Prompts:
 
     @classmethod
     def none(cls, rows: int) -> Prompts:
-        """No row shares its prompt."""
         return cls([0] * rows, list(range(rows)))
 
     def take(self, rows: Sequence[int]) -> Prompts:

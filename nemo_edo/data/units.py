@@ -85,7 +85,6 @@ class Unit:
 
     @property
     def is_any(self) -> bool:
-        """Whether it fits every unit."""
         return not self.dimensions and (not self.counted or bool({"unit", "th"} & self.counted))
 
     def fits(self, other: Unit) -> bool:

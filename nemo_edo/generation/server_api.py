@@ -64,7 +64,6 @@ class ServerAPI:
         raise NotImplementedError
 
     def environment(self, key: str) -> dict[str, str]:
-        """The server's environment variables."""
         raise NotImplementedError
 
     @staticmethod
@@ -124,14 +123,12 @@ class VLLM(ServerAPI):
         return [*command, *self.arguments, *self.settings.arguments]
 
     def use_options(self) -> dict[str, str]:
-        """Options of generation."""
         return {
             "logprobs-mode": "processed_logprobs" if self.logprobs_after_temperature else "raw_logprobs",
             "generation-config": "vllm",  # the model folder's file could change the sampling
         }
 
     def cpu_arguments(self) -> list[str]:
-        """Arguments of generation on a CPU."""
         # No chunked prefill: with a seed, vLLM rewinds the random generator after each chunk, which CPU generators do
         # not support, and the engine crashes.
         tokens = max(BATCHED_TOKENS, self.max_length)
@@ -218,7 +215,6 @@ APIS: dict[str, type[ServerAPI]] = {api.backend: api for api in (VLLM, TRTLLM)}
 
 
 def server_python(settings: ServersConfig) -> str:
-    """The interpreter that starts servers."""
     if settings.python is not None:
         return settings.python
     found = [folder / "bin" / "python" for folder in ENVIRONMENTS if (folder / "bin" / "python").exists()]

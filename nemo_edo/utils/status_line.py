@@ -40,7 +40,6 @@ class StatusLine:
         return time.monotonic() - self._drawn >= REDRAWN_EVERY_S and self.is_possible
 
     def show(self, text: str) -> None:
-        """Draws the text, cut to the terminal's width."""
         if self._live is None:
             self._live = Live(console=_console(), auto_refresh=False, transient=True)
             self._live.start()
