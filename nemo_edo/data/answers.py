@@ -117,9 +117,7 @@ def clean_answer(text: str) -> str:
 class AnswerFormat:
     """Where responses state their final answer."""
 
-    extract: Callable[[str], str | None]
-    """The last answer that the text states, cleaned (hashes_text, and above LONGEST_ANSWER characters: as it is); None
-    without one."""
+    extract: Callable[[str], str | None]  # the last answer that the text states, cleaned; None without one
     is_well_formed: Callable[[str], bool]  # whether the text states exactly one answer, on its last line
 
 

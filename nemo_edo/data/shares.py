@@ -98,9 +98,7 @@ class Share:
     packing: bool
     prompts: Prompts | None  # prompts that rows of a pack share; None: each row includes its prompt
     padding_share: float = 0.0  # share of padding in what the model computes of the global batch
-    loss_counts: Mapping[str, float] = field(default_factory=dict)
-    """For each term of the loss its count over the global batch, which the term is divided by; empty where no loss is
-    computed."""
+    loss_counts: Mapping[str, float] = field(default_factory=dict)  # by term, the global count that divides it
 
 
 def cut(

@@ -52,9 +52,7 @@ class Encoded:
 class OwnSettings:
     """The content of ``reward_model.json``."""
 
-    kind: str
-    """decoder: one sequence gives the scores of all steps. encoder: attends to what follows, so each step needs a
-    separate sequence."""
+    kind: str  # decoder: one sequence scores all steps; encoder: each step needs a separate sequence
     separator: str
     version: int = 1
 

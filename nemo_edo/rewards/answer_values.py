@@ -90,9 +90,7 @@ class Number:
 class Items:
     """Several values: a tuple, a set, a list, a ratio, or the range ``2 to 3``."""
 
-    brackets: str
-    """Its brackets; nothing for a list, which may be meant as a tuple or a set; ``::`` for a ratio, ``to`` for a range.
-    """
+    brackets: str  # none for a list, which may be a tuple or a set; ``::`` for a ratio, ``to`` for a range
     items: tuple[Value, ...]
 
 
