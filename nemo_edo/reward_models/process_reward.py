@@ -19,6 +19,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS
 from nemo_edo.reward_models.formats import (
     Encoded,
+    RewardFolder,
     RewardFormat,
     load_format,
     read_reward_folder,
@@ -169,18 +170,7 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
     a model.
     """
     check_score_name(name)
-    maker = model  # the label of the scores
-    if not model.startswith(("http://", "https://")):
-        if tokenizer is not None:
-            raise UserError("--tokenizer is for a model at a URL: a folder has its own")
-        if cfg.servers.urls:
-            raise UserError("servers.urls is for a model at URLs: set --model to one of them, and --tokenizer")
-        about, maker = read_reward_folder(Path(model)), made_by(Path(model))
-    elif tokenizer is None:
-        raise UserError(f"--model {model}: name the folder of its config.json and tokenizer with --tokenizer")
-    else:
-        about, urls = read_reward_folder(tokenizer), list(dict.fromkeys([model, *cfg.servers.urls]))
-        cfg = replace(cfg, servers=replace(cfg.servers, urls=urls))
+    about, maker, cfg = _model(model, tokenizer, cfg)
     stored = open_run(run)
     with taken([run]):
         form, questions = load_format(about), stored.questions("test")
@@ -218,6 +208,20 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
                         scores |= found
                     store.write(kind, scores, **label)
     return lines
+
+
+def _model(model: str, tokenizer: Path | None, cfg: ScoreConfig) -> tuple[RewardFolder, str, ScoreConfig]:
+    """The folder that describes the model, the label of its scores, and the config with its URL."""
+    if not model.startswith(("http://", "https://")):
+        if tokenizer is not None:
+            raise UserError("--tokenizer is for a model at a URL: a folder has its own")
+        if cfg.servers.urls:
+            raise UserError("servers.urls is for a model at URLs: set --model to one of them, and --tokenizer")
+        return read_reward_folder(Path(model)), made_by(Path(model)), cfg
+    if tokenizer is None:
+        raise UserError(f"--model {model}: name the folder of its config.json and tokenizer with --tokenizer")
+    urls = list(dict.fromkeys([model, *cfg.servers.urls]))
+    return read_reward_folder(tokenizer), model, replace(cfg, servers=replace(cfg.servers, urls=urls))
 
 
 def made_by(folder: Path) -> str:
