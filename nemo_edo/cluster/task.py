@@ -1,14 +1,14 @@
 """What each task of a job runs: the trainer's processes on its node, one of them, or a node's servers; and the end of a
 sweep.
 
-    python -m nemo_edo.cluster.task MEMBER.json torchrun 8 [SERVER_NODES SECONDS]
+    python -m nemo_edo.cluster.task MEMBER.json torchrun 8 [NODE,NODE SECONDS]
     python -m nemo_edo.cluster.task MEMBER.json serve
     python -m nemo_edo.cluster.task report LAUNCH SWEEP
 
 MEMBER.json has the arguments of ``nemo-edo``. The job's script sets ``MASTER_ADDR`` and ``MASTER_PORT``, Slurm the
 task's rank. Each node of servers starts ``generation.servers.replicas`` of them, and writes their URLs to the attempt's
-folder once they are ready; the trainer waits up to SECONDS for those of all nodes. The job's script makes their key,
-and sets it in the environment of servers and trainers.
+folder once they are ready; the trainer gets the nodes' names, and waits up to SECONDS for the URLs of all. The script
+makes their key, sets it in the environment of servers and trainers, and writes ``servers_ended`` once their step ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from nemo_edo.config.compose import compose_run
-from nemo_edo.errors import UserError
-from nemo_edo.run.control import control_folder
-from nemo_edo.utils.files import replacing
+from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.run.control import STOPPED, control_folder, stop_is_asked, tell_outcome
+from nemo_edo.utils.files import end_of_log, replacing
 from nemo_edo.utils.ranks import first_that_resolves, variables_of_torchrun
 
 KEY = "NEMO_EDO_SERVER_KEY"  # the environment variable with the servers' key
+ERROR = "nemo-edo: error:"
 POLL_EVERY_S = 0.5
 
 
@@ -44,9 +45,16 @@ def main() -> None:
         try:
             serve(place["--config-name"], place["--config-path"])
         except UserError as error:
-            sys.exit(f"nemo-edo: error: {error}")
+            sys.exit(f"{ERROR} {error}")
     if len(processes) > 1:
-        arguments += overrides_of_servers(int(processes[1]), float(processes[2]))
+        try:
+            arguments += overrides_of_servers(processes[1].split(","), float(processes[2]))
+        except RunStopped as stopped:
+            tell_outcome(STOPPED)
+            sys.exit(f"nemo-edo: {stopped}")
+        except UserError as error:
+            tell_outcome("failed: no servers")
+            sys.exit(f"{ERROR} {error}")
     if kind == "torchrun":
         command, added = torchrun(arguments, int(processes[0]), os.environ), {}
     else:
@@ -103,18 +111,26 @@ def serve(config_name: str, config_dir: str) -> None:
         time.sleep(POLL_EVERY_S)
 
 
-def overrides_of_servers(nodes: int, limit_s: float) -> list[str]:
-    """The trainer's overrides with the servers' URLs, once the servers of all ``nodes`` nodes are ready. Raises
-    UserError after the limit."""
+def overrides_of_servers(nodes: list[str], limit_s: float) -> list[str]:
+    """The trainer's overrides with the servers' URLs, once those of all ``nodes`` are ready. Raises UserError with the
+    end of their logs after the limit, or once their step has ended, and RunStopped where the job is to end."""
     attempt, deadline = control_folder(), time.monotonic() + limit_s
-    paths = [attempt / f"servers_{node}.json" for node in range(nodes)]
-    while missing := [path for path in paths if not path.is_file()]:
-        if time.monotonic() > deadline:
-            raise UserError(f"the servers of {len(missing)} of {nodes} nodes are not ready after {limit_s:g} s")
+    urls = {node: attempt / f"servers_{place}.json" for place, node in enumerate(nodes)}
+    logs = {node: attempt / f"server_{place}.log" for place, node in enumerate(nodes)}
+    while missing := [node for node, path in urls.items() if not path.is_file()]:
+        have_ended = (attempt / "servers_ended").exists()
+        if have_ended or time.monotonic() > deadline:
+            why = "have ended" if have_ended else f"are not ready after {limit_s:g} s"
+            # Where one has failed, Slurm has killed the others.
+            failed = [node for node in missing if logs[node].is_file() and ERROR in logs[node].read_text()] or missing
+            ends = "".join(end_of_log(logs[node]) for node in failed)
+            raise UserError(f"the servers of {', '.join(failed)} {why}{ends}")
+        if stop_is_asked():
+            raise RunStopped(f"asked to stop while it waited for the servers of {', '.join(missing)}")
         time.sleep(POLL_EVERY_S)
-    urls = [url for path in paths for url in json.loads(path.read_text(encoding="utf-8"))]
+    all_urls = [url for path in urls.values() for url in json.loads(path.read_text(encoding="utf-8"))]
     section = "generation.servers"
-    return [f"{section}.urls={json.dumps(urls)}", f"{section}.api_key_variable={KEY}", f"{section}.launched=true"]
+    return [f"{section}.urls={json.dumps(all_urls)}", f"{section}.api_key_variable={KEY}", f"{section}.launched=true"]
 
 
 def report(launch: Path, sweep: Path) -> int:

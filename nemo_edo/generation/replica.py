@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 
 from nemo_edo.generation.server_api import HEALTH, MODELS, ServerAPI
+from nemo_edo.utils.files import end_of_log
 from nemo_edo.utils.http import ApiKey, Fault, ServerError, exchange, open_session
 from nemo_edo.utils.processes import end_session, kept
 
@@ -24,8 +25,6 @@ POLL_EVERY_S = 0.25
 START = "--- start"
 """How a line of a server's log begins that tells of a start."""
 PORTS = range(20_000, 32_768)
-LOG_LINES = 25
-"""Lines of a server's log that error messages show."""
 TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                      "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
                      "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
@@ -240,10 +239,7 @@ class ManagedReplica(Replica):
         return f"its process has ended with status {status}{self.log_tail()}"
 
     def log_tail(self) -> str:
-        if not self.api.log.is_file():
-            return ""
-        lines = self.api.log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-        return self.key.hide("\n".join([f"; the end of {self.api.log}:", *(f"  | {line}" for line in lines)]))
+        return self.key.hide(end_of_log(self.api.log))
 
 
 class PlainReplica(Replica):

@@ -20,6 +20,7 @@ from nemo_edo.errors import UserError
 
 LONGEST_PART = 150  # characters of a text in a file's name: file systems take 255 bytes
 LONGEST_YAML = 10 << 20  # bytes of a YAML file that is read
+LOG_LINES = 25  # of a log that error messages show
 
 
 @contextlib.contextmanager
@@ -105,6 +106,14 @@ def read_text(path: Path) -> str:
 
 
 CHECKSUM = "nemo_edo.checksum"  # the last key of an object that ``json_text`` has written
+
+
+def end_of_log(path: Path) -> str:
+    """The last lines of a log, to append to an error message; empty where there is none."""
+    if not path.is_file():
+        return ""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+    return "\n".join([f"; the end of {path}:", *(f"  | {line}" for line in lines)])
 
 
 def json_text(value: Any) -> str:

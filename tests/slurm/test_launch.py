@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,16 @@ def test_servers_on_one_node_and_the_trainer_on_the_other_are_one_job(launcher, 
     assert "--- start 1: http://" in log.read_text()
     [first, _] = launcher.metrics("served", "collection")
     assert first["sampler_gap"] < 1e-3
+
+
+def test_a_job_whose_server_cannot_listen_ends_with_its_node_and_the_end_of_its_log(launcher, vllm_environment: Path):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        [job] = launcher.launch("deaf", "cluster.nodes=1", "cluster.server_nodes=1", "generation=vllm",
+                                f"generation.servers.python={vllm_environment}",
+                                f"generation.servers.arguments=[--port,'{port}']")
+        launcher.cluster.wait_for(job, "FAILED", limit_s=600)
+    said = (launcher.folder / "deaf" / "launch" / "attempts" / "0" / f"{job}.0" / "task_0.log").read_text()
+    assert "the servers of n2 have ended" in said and "Address already in use" in said

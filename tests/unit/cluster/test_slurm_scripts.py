@@ -12,7 +12,7 @@ from nemo_edo.cli import main
 from nemo_edo.cluster import launch as launching
 from nemo_edo.cluster import task
 from nemo_edo.config.compose import ConfigError
-from nemo_edo.errors import UserError
+from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.experiments.grid import quoted
 from nemo_edo.run import control
 from nemo_edo.utils.ranks import variables_of_torchrun
@@ -215,12 +215,24 @@ def test_a_task_becomes_torchrun_of_its_nodes_processes_or_one_of_them_that_find
 def test_the_trainer_gets_the_servers_of_all_nodes_once_they_are_ready(tmp_path, monkeypatch):
     monkeypatch.setenv(control.VARIABLE, str(tmp_path))
     (tmp_path / "servers_0.json").write_text(json.dumps(["http://n3:8000", "http://n3:8001"]))
-    with pytest.raises(UserError, match="the servers of 1 of 2 nodes are not ready after 0.1 s"):
-        task.overrides_of_servers(2, 0.1)
+    with pytest.raises(UserError, match="the servers of n4 are not ready after 0.1 s"):
+        task.overrides_of_servers(["n3", "n4"], 0.1)
     (tmp_path / "servers_1.json").write_text(json.dumps(["http://n4:8000"]))
-    assert task.overrides_of_servers(2, 1.0) == [
+    assert task.overrides_of_servers(["n3", "n4"], 1.0) == [
         'generation.servers.urls=["http://n3:8000", "http://n3:8001", "http://n4:8000"]',
         "generation.servers.api_key_variable=NEMO_EDO_SERVER_KEY", "generation.servers.launched=true"]
+
+
+def test_the_trainer_waits_for_no_servers_that_have_ended_nor_once_it_is_to_stop(tmp_path, monkeypatch):
+    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
+    (tmp_path / "server_0.log").write_text("loading\n")  # killed by Slurm as the other failed
+    (tmp_path / "server_1.log").write_text(f"{task.ERROR} server 0: Address already in use\n")
+    (tmp_path / "stop").touch()
+    with pytest.raises(RunStopped, match="n3, n4"):
+        task.overrides_of_servers(["n3", "n4"], 60.0)
+    (tmp_path / "servers_ended").touch()
+    with pytest.raises(UserError, match="the servers of n4 have ended; the end of .*server_1.log:\n.*already in use$"):
+        task.overrides_of_servers(["n3", "n4"], 60.0)
 
 
 def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_path, monkeypatch):
@@ -245,7 +257,11 @@ GRPO = ["model=qwen2_5_7b", "model.path=/nodes/m", "data.train=/nodes/a", "data.
      "generation.placement=shared .* first of cluster.nodes=16 nodes alone: set cluster.server_nodes"),
     (["cluster.nodes=2", "generation=vllm"], "generation.placement=apart .* cluster.nodes=2"),
     (["cluster.nodes=2", "cluster.server_nodes=2", "generation=vllm", "generation.servers.replicas=4"],
-     "4 x 1 GPUs serve on each .* have 8: set generation.servers.replicas=8"),
+     "4 x 1 GPUs serve on each .* of 8: set generation.servers.replicas=8"),
+    (["generation=vllm", "generation.placement=shared", "generation.servers.tensor_parallel_size=4"],
+     "1 x 4 GPUs serve on the node, of 8: set generation.servers.replicas=2"),
+    (["cluster.nodes=2", "cluster.server_nodes=2", "generation=vllm", "generation.placement=shared",
+      "generation.servers.replicas=8"], "generation.placement=shared .* set generation.placement=apart"),
 ])
 def test_a_job_whose_servers_leave_most_gpus_idle_is_refused(tmp_path, overrides, named):
     with pytest.raises(ConfigError, match=named):
