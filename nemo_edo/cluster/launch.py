@@ -107,11 +107,18 @@ def require_gpus_at_work(cfg: RunConfig) -> None:
             f"{cluster.nodes} nodes alone: set cluster.server_nodes, of which each has "
             "generation.servers.replicas servers, or generation=megatron, where all GPUs generate"
         )
-    if cluster.server_nodes and 2 * serving <= (cluster.gpus_per_node or 0):
-        each = cluster.gpus_per_node // servers.tensor_parallel_size
+    shared = cfg.generation.placement == "shared"
+    if cluster.server_nodes and shared:
         raise ConfigError(
-            f"generation.servers: {servers.replicas} x {servers.tensor_parallel_size} GPUs serve on each of the "
-            f"cluster.server_nodes, which have {cluster.gpus_per_node}: set generation.servers.replicas={each}"
+            "generation.placement=shared is for servers on the trainer's GPUs, and cluster.server_nodes have other "
+            "ones: set generation.placement=apart"
+        )
+    if (cluster.server_nodes or shared) and 2 * serving <= (cluster.gpus_per_node or 0):
+        each = cluster.gpus_per_node // servers.tensor_parallel_size
+        where = "each of the cluster.server_nodes" if cluster.server_nodes else "the node"
+        raise ConfigError(
+            f"generation.servers: {servers.replicas} x {servers.tensor_parallel_size} GPUs serve on {where}, of "
+            f"{cluster.gpus_per_node}: set generation.servers.replicas={each}"
         )
 
 
