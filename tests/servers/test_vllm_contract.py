@@ -2,8 +2,10 @@
 
 Also for what cannot run here: the options of GPU servers, sleep, and the transfer of weights."""
 
+import contextlib
 import json
 import subprocess
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +19,12 @@ from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, VLLM, co
 from nemo_edo.megatron import platform
 from nemo_edo.refit.disk import AdapterSync, DiskSync
 from nemo_edo.refit.libnccl import Library
-from nemo_edo.refit.nccl import NCCLSync
+from nemo_edo.refit.nccl import NCCLSync, _Packer, bucket_sizes
 from nemo_edo.refit.servers import SleepOnTrainersGPUs
 from nemo_edo.reward_models import vllm_pooling
 from nemo_edo.reward_models.formats import Encoded
 from nemo_edo.types import GenerationRequest, SamplingParams
+from nemo_edo.utils.processes import package_file
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 HELPER = Path(__file__).parents[1] / "helpers" / "vllm_contract.py"
@@ -107,3 +110,39 @@ def test_vllm_knows_every_call_option_and_variable_of_ours(vllm_environment: Pat
         "commands": [["--max-num-sequences", "8"]], "variables": ["VLLM_NCCL_LIBRARY"],
     }  # fmt: skip
     assert len(violations(wrong)) == 6
+
+
+@pytest.mark.parametrize("most", [1, 24, 32, 10_000])
+def test_vllms_own_consumer_finds_the_bits_of_every_weight_in_our_buckets(vllm_environment: Path, monkeypatch, most):
+    """But for a GPU's streams. Weights larger than a bucket, as large as one, of one number, and not contiguous."""
+    path = package_file(str(vllm_environment), "vllm", "distributed/weight_transfer/packed_tensor.py")
+    consumer = module_from_spec(spec := spec_from_file_location("packed_tensor", path))
+    spec.loader.exec_module(consumer)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(consumer, "_get_streams", lambda device, count: (stream,) * count)
+    weights = {
+        "bf16": torch.randn(3, 4).bfloat16(), "fp32": torch.randn(2, 4), "turned": torch.randn(4, 3).t(),
+        "number": torch.tensor(0.5), "large": torch.randn(9, 9), "odd": torch.randn(5).bfloat16(),
+        "fp8": torch.randn(3).to(torch.float8_e4m3fn),
+    }  # fmt: skip
+    packer = _Packer(bucket_sizes([weight.nbytes for weight in weights.values()], most))
+    sent = iter([bucket.clone() for weight in weights.values() if (bucket := packer.add(weight)) is not None])
+    received: dict[str, torch.Tensor] = {}
+
+    def broadcast(bucket: torch.Tensor, src: int) -> None:
+        ours = next(sent)
+        assert ours.shape == bucket.shape and src == 0
+        bucket.copy_(ours)
+
+    consumer.packed_nccl_broadcast_consumer(
+        ((name, (list(weight.shape), weight.dtype)) for name, weight in weights.items()),
+        SimpleNamespace(broadcast=broadcast), 0, lambda pairs: received.update((n, w.clone()) for n, w in pairs),
+        buffer_size_bytes=most, device="cpu",
+    )  # fmt: skip
+    assert next(sent, None) is None and [*received] == [*weights]
+    for name, weight in weights.items():
+        assert (received[name].dtype, received[name].shape) == (weight.dtype, weight.shape)
+        bits = (one.reshape(-1).view(torch.uint8) for one in (received[name], weight))
+        assert torch.equal(*bits), name
