@@ -137,7 +137,7 @@ class MegatronPolicy:
         """A copy of the current trained weights: on their own device, or in host memory (pinned with a GPU)."""
         weights = [parameter.detach() for parameter in self._parameters()]
         if resident:
-            return [weight.clone() for weight in weights]
+            return [copied(weight) for weight in weights]
         # Pinned memory: a GPU reads and writes it at the full speed of its bus.
         return [torch.empty_like(w, device="cpu", pin_memory=w.is_cuda).copy_(w) for w in weights]
 
@@ -164,7 +164,7 @@ class MegatronPolicy:
         contents, one parameter at a time. Meanwhile ``frozen`` holds the model's own. The optimizer's fp32
         weights, where it has them, are not touched.
         """
-        pairs = [(p, f.to(p.dtype)) for p, f in zip(self._parameters(), frozen, strict=True)]
+        pairs = [(p, _in_numbers_of(p, f)) for p, f in zip(self._parameters(), frozen, strict=True)]
         _exchange(pairs)
         try:
             yield
@@ -174,6 +174,21 @@ class MegatronPolicy:
     def _parameters(self) -> Iterator[Tensor]:
         for chunk in self.chunks:
             yield from (parameter for parameter in chunk.parameters() if parameter.requires_grad)
+
+
+def copied(weight: Tensor) -> Tensor:
+    """Not ``clone``: of an FP8 weight it shares the scales (Transformer Engine 2.16 to 2.20), which then change with
+    the original's."""
+    return torch.empty_like(weight).copy_(weight)
+
+
+@torch.no_grad()
+def _in_numbers_of(parameter: Tensor, frozen: Tensor) -> Tensor:
+    """A frozen weight, of which an ema is in fp32, in the parameter's own numbers; in FP8 they are a GPU's to make."""
+    if frozen.dtype == parameter.dtype or type(parameter.detach()) is Tensor:
+        return frozen.to(parameter.dtype)
+    quantized = torch.empty_like(parameter.detach()).copy_(frozen)
+    return torch.empty_like(quantized, device=frozen.device).copy_(quantized)
 
 
 @torch.no_grad()
@@ -189,6 +204,6 @@ def _exchange(pairs: list[tuple[Tensor, Tensor]]) -> None:
 
 def exchange_contents(one: Tensor, other: Tensor) -> None:
     """Two tensors of one shape and dtype, on different devices; needs memory for a second copy of ``one``."""
-    kept = one.clone()
+    kept = copied(one)
     one.copy_(other, non_blocking=True)
     other.copy_(kept, non_blocking=True)

@@ -241,6 +241,41 @@ def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
     }
 
 
+def in_fp8(folder: Path, settings: dict) -> dict:
+    """The layers' weights and the reference, by how they are kept; log-probabilities of both, of the reference also
+    after the policy has moved; and whether the weights' bits are unchanged after each kind of reference, and a resident
+    one's by the policy's move."""
+    with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)):
+        model = build(folder, TRAINING["ed-grpo"], precision=settings)
+        model.freeze_reference()
+        rows = batch("ed-grpo", 0)
+        layers = [part for part in model.policy._parameters() if hasattr(part, "_fp8_dtype")]
+        kept = [(part._data.clone(), part._scale_inv.clone()) for part in layers]
+
+        def unchanged() -> bool:
+            pairs = zip(kept, layers, strict=True)
+            return all(torch.equal(a, p._data) and torch.equal(b, p._scale_inv) for (a, b), p in pairs)
+
+        found = {"of the layers": {type(part).__name__ for part in layers}, "same": []}
+        found["reference is"] = {"pinned" if part.is_pinned() else part.device.type for part in model.reference}
+        found["logprobs"] = over(model).logprobs(rows)[0].clone()
+        found["reference"] = over(model).reference_logprobs(rows).clone()
+        found["same"].append(unchanged())
+        resident = [part for part in model.policy.snapshot(resident=True) if hasattr(part, "_fp8_dtype")]
+        with torch.no_grad():
+            for part in layers:
+                part.copy_(part.dequantize() * 1.5 + 0.01)
+        pairs = zip(kept, resident, strict=True)
+        found["same"].append(all(torch.equal(scale, part._scale_inv) for (_, scale), part in pairs))
+        kept[:] = [(part._data.clone(), part._scale_inv.clone()) for part in layers]
+        assert torch.equal(over(model).reference_logprobs(rows), found["reference"])
+        found["same"].append(unchanged())
+        model.move_reference("ema", 0.5)
+        found["moved"] = over(model).reference_logprobs(rows).clone()
+        found["same"].append(unchanged())
+    return found
+
+
 def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[str, dict[str, Any]]:
     """Whether a GPU can run each recipe, and the numbers of a block, by Transformer Engine's own code and by ours."""
     from transformer_engine.pytorch import Float8BlockQuantizer

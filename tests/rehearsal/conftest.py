@@ -59,6 +59,8 @@ def models(tmp_path_factory) -> Path:
     write_tiny_model(folder / "plain")
     write_tiny_model(folder / "other", seed=1)
     write_tiny_model(folder / "llama", "llama", tie_word_embeddings=True)
+    write_tiny_model(folder / "experts", "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48,
+                     norm_topk_prob=True)
     write_tiny_model(folder / "wide", hidden_size=256, intermediate_size=256, head_dim=64)
     return folder
 

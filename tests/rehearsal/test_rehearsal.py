@@ -104,6 +104,15 @@ def test_a_llama_with_tied_embeddings_has_the_steps_of_the_cpu(gpu, on_cpu, mode
     compare(gpu, on_cpu, models / "llama", "ed-grpo")
 
 
+def test_experts_have_the_steps_of_the_cpu(gpu, on_cpu, models):
+    compare(gpu, on_cpu, models / "experts", "ed-grpo")
+
+
+def test_experts_on_two_processes_have_the_steps_of_one_cpu(two_gpus, on_cpu, models):
+    parallelism = {"expert_model_parallel_size": 2}
+    compare(two_gpus, on_cpu, models / "experts", "ed-grpo", expected={}, parallelism=parallelism)
+
+
 def test_a_resident_reference_has_the_steps_of_the_cpu(gpu, on_cpu, models):
     settings = {"reference_placement": "resident"}
     found = compare(gpu, on_cpu, models / "plain", "ed-idpo", expected={}, settings=settings)
@@ -259,6 +268,17 @@ def test_a_precision_builds_its_recipe_and_its_layers(gpu, models, name):
     assert found["dtypes"] == ["torch.float32" if name == "fp32" else "torch.bfloat16"]
     assert "TERowParallelLinear" in found["kernels"]["matrix products"]
     assert ("fp8" in found["kernels"]["matrix products"]) == (name in RECIPES)
+
+
+def test_weights_in_fp8_are_the_same_bits_after_their_reference_in_host_memory_has_computed(gpu, models):
+    """Of the recipes with one scale for each tensor. The reference is the policy, and then another one."""
+    for recipe in ("tensorwise", "delayed"):
+        settings = {"dtype": "bf16", "fp8": "hybrid", "fp8_recipe": recipe, "fp8_param_gather": True}
+        [found] = gpu.run(f"{CASES}:in_fp8", folder=models / "wide", settings=settings)
+        assert found["of the layers"] == {"Float8Tensor"} and found["reference is"] == {"pinned"}
+        assert found["same"] == [True] * 4
+        assert_near(found["reference"], found["logprobs"], bound=0.0)
+        assert not torch.equal(found["moved"], found["reference"])
 
 
 def test_recipes_are_allowed_where_transformer_engine_allows_them(gpu):

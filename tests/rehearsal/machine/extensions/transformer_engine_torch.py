@@ -1,6 +1,7 @@
-"""Transformer Engine's compiled extension, in torch: what the Python code of version 2.20 calls for layers in fp32 and
-bf16, fused attention, rotary positions, mixtures of experts and Adam. It computes with torch's operators, so that the
-pretended device checks where tensors are. Other functions, FP8's among them, can be named and not called."""
+"""Transformer Engine's compiled extension, in torch: what the Python code of version 2.20 calls for layers in fp32,
+bf16 and FP8 with one scale for each tensor, fused attention, rotary positions, mixtures of experts and Adam. It
+computes with torch's operators, so that the pretended device checks where tensors are. The rest can be named and not
+called."""
 
 import os
 from enum import IntEnum
@@ -62,6 +63,7 @@ def generic_gemm(
     workspace_size, accumulate, *_, **__,
 ):  # fmt: skip
     """b a, as cuBLAS sees it: row-major b times the transpose of a, and so on. Returns (out, bias's gradient, ...)."""
+    a, b = (x.dequantize(dtype=torch.bfloat16) if hasattr(x, "_fp8_dtype") else x for x in (a, b))
     _bf16_or_fp32(a, b)
     first = a.t() if transpose_a else a.reshape(-1, a.shape[-1])
     rows, leading = b.reshape(-1, b.shape[-1]), b.shape[:-1]
@@ -92,6 +94,7 @@ def te_general_grouped_gemm(
         of_bias = bias[number] if bias and bias[number].numel() else None
         if not of_b.numel():
             target.zero_() if not accumulate else None
+            found.append(None if of_bias is None else torch.zeros_like(of_bias))
             continue
         found.append(generic_gemm(of_a, transpose_a, of_b, transpose_b, target, None, out_dtype, of_bias, bias_dtype,
                                   False, None, grad, None, 0, accumulate)[1])  # fmt: skip
@@ -127,7 +130,75 @@ def _to_tf32(numbers):
 def _bf16_or_fp32(*tensors) -> None:
     for tensor in tensors:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise NotImplementedError(f"no numbers of FP8 without a GPU: a product got a {type(tensor).__name__}")
+            raise NotImplementedError(f"not rehearsed: a product got a {type(tensor).__name__}")
+
+
+# --- FP8 with one scale for each tensor, in the delayed and the tensorwise recipe -------------------------------------
+
+FP8 = {DType.kFloat8E4M3: torch.float8_e4m3fn, DType.kFloat8E5M2: torch.float8_e5m2}
+
+
+def create_empty_quantized_tensor(quantizer, shape, dtype, device, pin_memory):
+    """As Hopper's products want it, which read rows alone: the columns are a second copy."""
+    from transformer_engine.pytorch.tensor import float8_tensor as of
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+
+    if not isinstance(quantizer, (of.Float8Quantizer, of.Float8CurrentScalingQuantizer)):
+        raise NotImplementedError(f"not rehearsed: {type(quantizer).__name__}")
+    how = {"dtype": torch.uint8, "device": device, "pin_memory": pin_memory}
+    parts = {
+        "data": torch.empty(shape, **how) if quantizer.rowwise_usage else None,
+        "data_transpose": torch.empty(shape[-1], *shape[:-1], **how) if quantizer.columnwise_usage else None,
+        "fp8_scale_inv": torch.empty(1, **{**how, "dtype": torch.float32}),
+        "fp8_dtype": quantizer.dtype, "quantizer": quantizer,
+    }  # fmt: skip
+    if quantizer.internal:
+        return Float8TensorStorage(**parts, fake_dtype=dtype)
+    return of.Float8Tensor(**parts, shape=torch.Size(shape), dtype=dtype, device=device)
+
+
+@as_kernel
+def quantize(x, quantizer, out=None, noop=None):
+    if out is None:
+        out = create_empty_quantized_tensor(quantizer, x.shape, x.dtype, x.device, False)
+    _on_device(x, out._scale_inv)
+    kind = FP8[DType(int(quantizer.dtype))]
+    most, amax = torch.finfo(kind).max, x.detach().float().abs().amax()
+    if type(quantizer).__name__ == "Float8CurrentScalingQuantizer":
+        scale = torch.where(amax > 0, most / amax, 1.0)
+    else:
+        scale = quantizer.scale.clone()
+        quantizer.amax.copy_(amax.view(1))
+    codes = (x.detach().float() * scale).clamp(-most, most).to(kind).view(torch.uint8)
+    out._scale_inv.copy_((1 / scale).view(1))
+    if out._data is not None:
+        out._data.copy_(codes.view(out._data.shape))
+    if out._transpose is not None:
+        out._transpose.copy_(codes.movedim(-1, 0).reshape(out._transpose.shape))
+        out._transpose_invalid = False
+    return out
+
+
+def bgrad_quantize(grad, quantizer):
+    return grad.reshape(-1, grad.shape[-1]).sum(0), quantize(grad, quantizer)
+
+
+@as_kernel
+def dequantize(x, dtype):
+    _on_device(x._data)
+    return (x._data.view(FP8[DType(int(x._fp8_dtype))]).float() * x._scale_inv).to(DTYPES[DType(int(dtype))])
+
+
+@as_kernel
+def fp8_transpose(data, dtype, out=None):
+    _on_device(data)
+    turned = data.movedim(-1, 0).contiguous()
+    return turned if out is None else out.copy_(turned)
+
+
+def _on_device(*tensors) -> None:
+    if not all(tensor.is_cuda for tensor in tensors):
+        raise RuntimeError("a kernel of FP8 got a tensor of the host")
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
