@@ -93,7 +93,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     elif not runs:
         raise UserError("name the folder of a run, or a config with --config-name")
     elif args.stored:
-        from nemo_edo.run.stored_evaluation import evaluate_stored
+        from nemo_edo.run.policy_evaluation import evaluate_stored
 
         say_all(evaluate_stored(runs, args.arm, overrides))
     elif len(runs) > 1:

@@ -15,24 +15,22 @@ from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.data.model_folder import is_hub_name
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import check_arm_names
+from nemo_edo.evaluation.results import BEST, check_arm_names
 from nemo_edo.generation.dispatch import limit_s
-from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
-from nemo_edo.run.policy_evaluation import Replacement, early_stop, evaluate_policy
+from nemo_edo.run.policy_evaluation import Replacement, evaluate_policy, evaluate_stored
 from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, first_model
 from nemo_edo.run.stop_signal import StallWatch, StopSignal
-from nemo_edo.run.stored_evaluation import evaluate_stored
 from nemo_edo.run.stored_run import StoredRun
-from nemo_edo.run.summary import examples, kept, kept_warnings, summary
+from nemo_edo.run.summary import kept_warnings, write_samples, write_summary
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
 from nemo_edo.run_folder import METRICS, TRACKED, RunFolder
-from nemo_edo.utils.files import checksum, read_object, temporary_name
+from nemo_edo.utils.files import checksum, temporary_name
 from nemo_edo.utils.memory import large_imports
 from nemo_edo.utils.phases import PhaseClock
 from nemo_edo.utils.wording import did_you_mean, printable
@@ -67,7 +65,8 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
             with run.clock.phase("report"):
                 # What a process logged that was killed here, if anything; and it finds lines that have changed since.
                 run.log.cut([*run.folder.journal().values()][-1])
-                _write_summary(run, stages)
+                write_samples(run, stages)
+                write_summary(run, stages)
                 if page:
                     _conclude(run.folder)
             run.log("phases", arm=stages[-1], time=run.clock.take())
@@ -123,16 +122,28 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
     folder.take(finished=True)
     try:
-        services = _reopen(opened)
-        new = Replacement()
+        workers().call(Worker.enter, opened.cfg.threads)
+        data = inputs.load_data(opened.cfg, folder)
+        folder.note_inputs(data.made_from.changed)
+        cfg = inputs.with_seq_length(opened.cfg, data)
+        settings = RunSettings.of(cfg)
+        policies = (WARMUP, *settings.arms, *opened.best_policies)
+        console = RunConsole({name: settings.final_iteration(name) for name in policies})
+        (folder.path / NEW_LINES).unlink(missing_ok=True)  # of a killed evaluation
+        log = MetricsLog(folder.path / NEW_LINES, log_numbers(None), watch=console)
+        builder, new = Builder(cfg, folder, data), Replacement()
+        builder.check_servers()
+        builder.check_refit()
+        builder.start_servers()
+        services = RunServices(folder, settings, data, builder, log, StopSignal(), console, PhaseClock())
         try:
             for name in names:
-                services.console.begin(name)
-                model = services.builder.trained(name) if trains else first_model(services)
-                evaluate_policy(services, model, name, services.settings.final_iteration(name), anew=new)
+                console.begin(name)
+                model = builder.trained(name) if trains else first_model(services)
+                evaluate_policy(services, model, name, settings.final_iteration(name), anew=new)
         finally:
-            services.console.close()
-            services.builder.close()
+            console.close()
+            builder.close()
         new.put(folder, (folder.path / NEW_LINES).read_text(encoding="utf-8"))
         (folder.path / NEW_LINES).unlink()
         _conclude(folder)
@@ -156,7 +167,7 @@ def export(
     the weights under them, which an arm has from the warm-up, are written to its folder ``base``. repository: on the
     hub, where the folder is uploaded.
     """
-    from nemo_edo.run.model_card import Exported, HubRepository, arm_of, write_card
+    from nemo_edo.run.model_card import HubRepository, write_card
 
     folder, cfg = opened.folder, opened.cfg
     arms = arm_configs(cfg)
@@ -184,11 +195,12 @@ def export(
     else:
         model.workers.call(Worker.export, part, max_shard_bytes, True)
     path = cfg.model.path
-    card = Exported(
+    write_card(
+        part,
         name=out.name,
         run=folder,
         policy=arm,
-        training=arms.get(arm_of(arm)),
+        training=arms.get(arm.partition(BEST)[0]),
         sft_steps=cfg.sft.steps,
         data=str(cfg.data.source or cfg.data.train or "the built-in task"),
         seed=cfg.seed,
@@ -197,7 +209,6 @@ def export(
         hub_name=path if path is not None and is_hub_name(path) else None,
         adapter=adapter,
     )
-    write_card(card, part)
     part.replace(out)
     what = "its adapters are" if adapter else "it is"
     print(f"the policy of arm {arm}: {what} in {out}")
@@ -261,25 +272,6 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> RunServices
     return RunServices(folder, RunSettings.of(cfg), data, builder, log, stop, console, clock, tracker)
 
 
-def _reopen(opened: StoredRun) -> RunServices:
-    """What a finished run's policies are evaluated with again."""
-    cfg, folder = opened.cfg, opened.folder
-    workers().call(Worker.enter, cfg.threads)
-    data = inputs.load_data(cfg, folder)
-    folder.note_inputs(data.made_from.changed)
-    cfg = inputs.with_seq_length(cfg, data)
-    settings = RunSettings.of(cfg)
-    policies = (WARMUP, *settings.arms, *opened.best_policies)
-    console = RunConsole({name: settings.final_iteration(name) for name in policies})
-    (folder.path / NEW_LINES).unlink(missing_ok=True)  # of a killed evaluation
-    log = MetricsLog(folder.path / NEW_LINES, log_numbers(None), watch=console)
-    builder = Builder(cfg, folder, data)
-    builder.check_servers()
-    builder.check_refit()
-    builder.start_servers()
-    return RunServices(folder, settings, data, builder, log, StopSignal(), console, PhaseClock())
-
-
 def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
     """The files that the run makes, again where one of them has changed: a resumed run needs what it began with. Notes
     them, and what the run is made from."""
@@ -300,43 +292,6 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
 
 
 # --- after the stages ---------------------------------------------------------------------------------------------
-
-
-def _write_summary(run: RunServices, stages: list[str]) -> None:
-    folder, settings, data = run.folder, run.settings, run.data
-    shown = {}
-    for name in stages:
-        try:
-            shown[name] = read_object(folder.path / "samples" / f"{name}.json", ())
-        except UserError:  # the same again from the stored responses
-            responses = RolloutStore(folder.evaluated(name, "sampled")).read(settings.final_iteration(name))
-            first = [one for one in responses if one.rollout.sample_index < settings.evaluation.samples]
-            shown[name] = examples(data.test, first)
-    samples = [
-        {
-            "question": problem.question,
-            "answer": problem.answer,
-            "responses": {name: found.get(problem.id, []) for name, found in shown.items()},
-        }
-        for problem in data.test
-    ]
-    folder.write_json("samples.json", samples)
-    journal = folder.journal()
-    seconds = {"total_s": round(run.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}}
-    name, processes = folder.path.name, workers().size
-    about = summary(name, settings.seed, settings.arms, data.skipped_rows, seconds, processes)
-    for name, arm in about["arms"].items():
-        if stop := early_stop(settings.early_stop, folder, name):
-            about["arms"][name] = {**arm, "stopped_early": stop.in_words(arm["iterations"])}
-    kernels = {} if run.builder.holds_no_model else folder.read_json("kernels.json")
-    # What changes the meaning of every arm's results, and then what single arms have warned of.
-    said = [text.removeprefix("warning: ") for text in data.warnings]
-    if data.skipped_rows:
-        said.append(f"{data.skipped_rows} bad rows of the problems files were left out")
-    if data.overlap:
-        said.append(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too")
-    warned = [*({"arm": "", "text": text} for text in said), *kept(folder.path)]
-    folder.write_json("summary.json", {**about, "kernels": kernels, "warnings": warned})
 
 
 def _conclude(folder: RunFolder) -> None:

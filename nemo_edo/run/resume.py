@@ -155,18 +155,13 @@ class SavedProgress(Progress):
 
     def settle(self, *, wait: bool = True) -> None:
         """Completes a checkpoint that is being written, if all of it is on disk; wait: as soon as it is. Called before
-        the training is left."""
-        if self._is_writing and self._model.workers.call(Worker.is_saved, wait)[0]:
-            self._is_writing = False
-            self._prune()
+        the training is left.
 
-    def _checkpoints(self) -> list[Path]:
-        """The checkpoints in the order of their steps."""
-        return sorted(path for path in self.folder.glob("step_*") if not path.suffix)
-
-    def _prune(self) -> None:
-        """Removes all but the newest checkpoints, the newest that can do without the batch that these share, and their
-        batches. Nothing is being written now."""
+        Removes all but the newest checkpoints, the newest that can do without the batch that these share, and their
+        batches."""
+        if not self._is_writing or not self._model.workers.call(Worker.is_saved, wait)[0]:
+            return
+        self._is_writing = False
         batches = {}
         for folder in self._checkpoints():
             try:
@@ -185,6 +180,10 @@ class SavedProgress(Progress):
         for path in self.folder.glob("batch_*"):
             if path.name not in needed:
                 path.unlink()
+
+    def _checkpoints(self) -> list[Path]:
+        """The checkpoints in the order of their steps."""
+        return sorted(path for path in self.folder.glob("step_*") if not path.suffix)
 
 
 def require_finite(model: RemotePolicy, when: str, rerun: str = "resumes from the last checkpoint") -> None:

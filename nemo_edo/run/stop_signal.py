@@ -144,21 +144,18 @@ class StallWatch:
         while (last := self._last) is not None:
             over = time.monotonic() - last - self._limit_s
             if over > GRACE_S:
-                self._end()
+                silent = "" if (workers := dispatch.met()) is None else workers.waited_for()
+                print(
+                    f"nemo-edo: no progress for {self._limit_s:g} s (cluster.stalled_after_s)"
+                    f"{f' ({silent})' if silent else ''}; stacks are in {self._path}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                if (folder := control_folder()) is not None:
+                    (folder / OUTCOME).write_text(STALLED + "\n", encoding="utf-8")
+                os._exit(STATUS)
             if over > 0 and asked_at != last:
                 asked_at = last
                 if (workers := dispatch.met()) is not None:
                     workers.write_stacks(self._path.parent)
             time.sleep(min(1.0, -over if over < 0 else GRACE_S - over))
-
-    def _end(self) -> None:
-        silent = "" if (workers := dispatch.met()) is None else workers.waited_for()
-        who = f" ({silent})" if silent else ""
-        message = (
-            f"nemo-edo: no progress for {self._limit_s:g} s (cluster.stalled_after_s){who}; stacks are in {self._path}"
-        )
-        print(message, file=sys.stderr, flush=True)
-        folder = control_folder()
-        if folder is not None:
-            (folder / OUTCOME).write_text(STALLED + "\n", encoding="utf-8")
-        os._exit(STATUS)

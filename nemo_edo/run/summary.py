@@ -1,4 +1,4 @@
-"""What a run's summary.json and samples.json say about its arms."""
+"""A run's summary.json and samples.json, and the warnings that it keeps for them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform as machine
 import shutil
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,51 +19,84 @@ import torch
 
 import nemo_edo
 from nemo_edo import __version__
-from nemo_edo.config import ArmConfig, IDPOConfig
+from nemo_edo.config import IDPOConfig
 from nemo_edo.config.run import REPLICATE, arm_label, baseline_arm
+from nemo_edo.errors import UserError
+from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run.policy_evaluation import early_stop
+from nemo_edo.run.services import RunServices
+from nemo_edo.run.tracking import EXAMPLES, first_responses
 from nemo_edo.types import Problem, ScoredRollout
+from nemo_edo.utils.files import read_object
+from nemo_edo.worker.dispatch import workers
 
-EXAMPLES, EXAMPLE_RESPONSES = 6, 3
-"""Test problems, and responses to each by each arm, that the trackers show."""
 PACKAGES = ("torch", "megatron-core", "megatron-bridge", "nemo-toolkit", "transformers")
 
 
-def summary(
-    name: str,
-    seed: int,
-    arms: Mapping[str, ArmConfig],
-    skipped_rows: int,
-    seconds: Mapping[str, float],
-    processes: int,
-) -> dict:
-    """The content of summary.json."""
-    settings_of = {
-        arm: {
-            "label": arm_label(settings) + (", replicate" if arm == REPLICATE else ""),
-            "algorithm": "idpo" if isinstance(settings, IDPOConfig) else "grpo",
-            "alpha": settings.effective_alpha,
-            "beta": settings.beta,
-            "exploration_weight": settings.exploration_weight,
-            "log_ratio_floor": settings.log_ratio_floor,
-            "entropy_coefficient": getattr(settings, "entropy_coefficient", 0.0),
-            "iterations": settings.iterations,
+def write_samples(run: RunServices, stages: Sequence[str]) -> None:
+    """samples.json: each test problem with some responses of each policy."""
+    shown = {}
+    for name in stages:
+        try:
+            shown[name] = read_object(run.folder.path / "samples" / f"{name}.json", ())
+        except UserError:  # the same again from the stored responses
+            stored = RolloutStore(run.folder.evaluated(name, "sampled")).read(run.settings.final_iteration(name))
+            first = [one for one in stored if one.rollout.sample_index < run.settings.evaluation.samples]
+            shown[name] = examples(run.data.test, first)
+    samples = [
+        {
+            "question": problem.question,
+            "answer": problem.answer,
+            "responses": {name: found.get(problem.id, []) for name, found in shown.items()},
         }
-        for arm, settings in arms.items()
-    }
-    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
-    return {
-        "name": name,
-        "seed": seed,
+        for problem in run.data.test
+    ]
+    run.folder.write_json("samples.json", samples)
+
+
+def write_summary(run: RunServices, stages: Sequence[str]) -> None:
+    """summary.json: what was run, where, how long it took, and what it warned of."""
+    folder, settings, data, journal = run.folder, run.settings, run.data, run.folder.journal()
+    arms: dict[str, dict[str, Any]] = {}
+    for name, arm in settings.arms.items():
+        arms[name] = {
+            "label": arm_label(arm) + (", replicate" if name == REPLICATE else ""),
+            "algorithm": "idpo" if isinstance(arm, IDPOConfig) else "grpo",
+            "alpha": arm.effective_alpha,
+            "beta": arm.beta,
+            "exploration_weight": arm.exploration_weight,
+            "log_ratio_floor": arm.log_ratio_floor,
+            "entropy_coefficient": getattr(arm, "entropy_coefficient", 0.0),
+            "iterations": arm.iterations,
+        }
+        if stop := early_stop(settings.early_stop, folder, name):
+            arms[name]["stopped_early"] = stop.in_words(arm.iterations)
+    devices = f"{len(os.sched_getaffinity(0))} x {machine.machine()} CPU"
+    if torch.cuda.is_available():  # of the first process
+        devices = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    # What changes the meaning of every arm's results, and then what single arms have warned of.
+    said = [text.removeprefix("warning: ") for text in data.warnings]
+    if data.skipped_rows:
+        said.append(f"{data.skipped_rows} bad rows of the problems files were left out")
+    if data.overlap:
+        said.append(f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too")
+    packages = {package: importlib.metadata.version(package) for package in PACKAGES}
+    summary = {
+        "name": folder.path.name,
+        "seed": settings.seed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "machine": _machine(),
-        "versions": {"nemo-edo": __version__, "python": machine.python_version(), **versions},
-        "processes": processes,
-        "arms": settings_of,
-        "baseline": baseline_arm(arms),
-        "skipped_rows": skipped_rows,
-        "time": dict(seconds),
+        "machine": devices,
+        "versions": {"nemo-edo": __version__, "python": machine.python_version(), **packages},
+        "processes": workers().size,
+        "arms": arms,
+        "baseline": baseline_arm(settings.arms),
+        "skipped_rows": data.skipped_rows,
+        "time": {"total_s": round(run.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}},
+        "kernels": {} if run.builder.holds_no_model else folder.read_json("kernels.json"),
+        "warnings": [*({"arm": "", "text": text} for text in said), *kept(folder.path)],
     }
+    folder.write_json("summary.json", summary)
 
 
 def _commit() -> str | None:
@@ -82,38 +115,12 @@ def _commit() -> str | None:
     return head.stdout.strip() + "+" * (changed.returncode != 0)
 
 
-def _machine() -> str:
-    """The devices that the first process computes on."""
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    return f"{len(os.sched_getaffinity(0))} x {machine.machine()} CPU"
-
-
 def examples(problems: Sequence[Problem], scored: Sequence[ScoredRollout]) -> dict[str, list[dict[str, Any]]]:
     """An arm's first responses to the first problems, by problem."""
     return {
-        problem.id: [{"text": item.rollout.text, "reward": item.reward} for item in _first_responses(problem, scored)]
+        problem.id: [{"text": item.rollout.text, "reward": item.reward} for item in first_responses(problem, scored)]
         for problem in problems[:EXAMPLES]
     }
-
-
-def _first_responses(problem: Problem, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
-    return [item for item in scored if item.rollout.problem_id == problem.id][:EXAMPLE_RESPONSES]
-
-
-SOLUTION_COLUMNS = ("problem", "arm", "iteration", "sample", "text", "answer", "reward")
-"""Columns of the table of solutions that an evaluation gives to the trackers."""
-
-
-def solution_rows(
-    problems: Sequence[Problem], scored: Sequence[ScoredRollout], arm: str, iteration: int
-) -> list[tuple[str, str, int, int, str, str, float]]:
-    """An arm's first responses to the first problems, by ``SOLUTION_COLUMNS``; "" where no answer was found."""
-    return [
-        (problem.question, arm, iteration, sample, item.rollout.text, item.answer or "", item.reward)
-        for problem in problems[:EXAMPLES]
-        for sample, item in enumerate(_first_responses(problem, scored))
-    ]
 
 
 FILE = "warnings.jsonl"

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_edo.config import ArmConfig
 from nemo_edo.config.checks import without_passwords
 from nemo_edo.errors import CANNOT_WRITE, UserError
+from nemo_edo.types import Problem, ScoredRollout
 from nemo_edo.utils.files import flattened, json_text, read_object, write_text
 from nemo_edo.utils.wording import did_you_mean
 
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 
 CHATTY = ("megatron", "nemo_logger", "httpx")
 """Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
+
+
+EXAMPLES, EXAMPLE_RESPONSES = 6, 3
+"""Test problems, and responses to each by each arm, that the trackers show."""
 
 
 def quiet_libraries() -> None:
@@ -219,6 +224,25 @@ def _names_its_folder(logger: Logger) -> Iterator[None]:
         if failed.filename is None:
             failed = OSError(failed.errno, failed.strerror, logger.log_dir or logger.name)
         raise failed from error
+
+
+def first_responses(problem: Problem, scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
+    return [item for item in scored if item.rollout.problem_id == problem.id][:EXAMPLE_RESPONSES]
+
+
+SOLUTION_COLUMNS = ("problem", "arm", "iteration", "sample", "text", "answer", "reward")
+"""Columns of the table of solutions that an evaluation gives to the trackers."""
+
+
+def solution_rows(
+    problems: Sequence[Problem], scored: Sequence[ScoredRollout], arm: str, iteration: int
+) -> list[tuple[str, str, int, int, str, str, float]]:
+    """An arm's first responses to the first problems, by ``SOLUTION_COLUMNS``; "" where no answer was found."""
+    return [
+        (problem.question, arm, iteration, sample, item.rollout.text, item.answer or "", item.reward)
+        for problem in problems[:EXAMPLES]
+        for sample, item in enumerate(first_responses(problem, scored))
+    ]
 
 
 def log_table(

@@ -107,13 +107,13 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     from nemo_edo.report import page, run_folders, run_set
     from nemo_edo.reward_models import process_reward
     from nemo_edo.reward_models import train as train_reward_model
-    from nemo_edo.run import stored_evaluation
+    from nemo_edo.run import policy_evaluation
     from tools.paper_tables import tables
 
     monkeypatch.setattr(preflight, "preflight", lambda cfg: cfg)
     monkeypatch.setattr(preflight, "_is_elsewhere", lambda path: True)
     monkeypatch.setattr(slurm, "submit", lambda launch: ["1"])
-    monkeypatch.setattr(stored_evaluation, "evaluate_stored", Jobs().evaluate)
+    monkeypatch.setattr(policy_evaluation, "evaluate_stored", Jobs().evaluate)
     monkeypatch.setattr(nemo_edo.run, "jobs", Jobs(), raising=False)
     monkeypatch.setattr(nemo_edo.search, "job", Jobs(), raising=False)
     monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)

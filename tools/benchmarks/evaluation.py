@@ -23,7 +23,7 @@ from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.evaluation.evaluator import read_samples
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore, StepScores
-from nemo_edo.run.stored_evaluation import evaluate_stored
+from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Rollout, ScoredRollout
 

@@ -26,7 +26,7 @@ from nemo_edo.config.compose import compose_run
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
 from nemo_edo.metrics import paired_share_interval, share_interval
 from nemo_edo.report.plotting import COLORS, DASHES, FONT, SYMBOLS
-from nemo_edo.run.stored_evaluation import evaluate_stored
+from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.search.job import search
 from nemo_edo.search.search_store import SearchRecord, read_results

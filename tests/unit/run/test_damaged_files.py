@@ -28,7 +28,7 @@ from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.rewards.judge import JudgeCache, Reply
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore, StepScores
 from nemo_edo.run.metrics_log import MetricsLog
-from nemo_edo.run.stored_evaluation import evaluate_stored
+from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results

@@ -13,7 +13,7 @@ from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore, StepScores, rollouts_checksum
-from nemo_edo.run.stored_evaluation import evaluate_stored
+from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import ScoredRollout
 

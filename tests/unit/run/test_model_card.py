@@ -11,13 +11,13 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from nemo_edo.config import GRPOConfig
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
-from nemo_edo.run.model_card import Exported, HubRepository, write_card
+from nemo_edo.run.model_card import HubRepository, write_card
 from nemo_edo.run_folder import RunFolder
 
 EXPLORING = GRPOConfig(exploration_coefficient=0.05, log_ratio_floor=-0.3)
 
 
-def exported(folder: Path, **changes) -> Exported:
+def card(folder: Path, **changes) -> ModelCard:
     run = RunFolder(folder / "run")
     (folder / "base").mkdir(parents=True, exist_ok=True)
     (folder / "run" / "evaluations").mkdir(parents=True, exist_ok=True)
@@ -27,13 +27,9 @@ def exported(folder: Path, **changes) -> Exported:
         run.write_evaluation(Evaluation.of_rows(arm, list("abcd"), rows))
     settings = {"name": "mine", "run": run, "policy": "grpo", "training": EXPLORING, "sft_steps": 7, "data": "math",
                 "seed": 3, "bootstrap": 50, "base": folder / "base", "hub_name": None, "adapter": False}
-    return Exported(**{**settings, **changes})
-
-
-def card(folder: Path, **changes) -> ModelCard:
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    write_card(exported(folder, **changes), out)
+    write_card(out, **{**settings, **changes})
     return ModelCard.load(out / "README.md")
 
 
