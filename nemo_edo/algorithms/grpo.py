@@ -23,7 +23,6 @@ from nemo_edo.errors import UserError
 from nemo_edo.interfaces import Policy
 from nemo_edo.losses import (
     NgramPaths,
-    PathFunction,
     clip_cov_selection,
     each_path,
     group_advantages,
@@ -78,7 +77,12 @@ class GRPO:
         statistics["advantage_spread"] = float(advantages.std(correction=0))
         if config.novelty_strength or config.redundancy_weighted:
             correct = _successes(scored)
-            shares = redundancy_shares(self._paths(scored), correct, group_ids)
+            paths_of = each_path(solution_path) if config.solution_paths == "arithmetic" else NgramPaths()
+            paths = {}
+            for problem, group in by_problem(scored).items():
+                labels = paths_of(self.questions[problem], [item.rollout.text for item in group])
+                paths |= zip(map(id, group), labels, strict=True)
+            shares = redundancy_shares([paths[id(item)] for item in scored], correct, group_ids)
             statistics["redundancy"] = float(shares[correct].mean()) if correct.any() else 0.0
             advantages = novelty_advantages(advantages, shares, correct, group_ids, strength=config.novelty_strength)
             weights = shares if config.redundancy_weighted else weights
@@ -123,16 +127,6 @@ class GRPO:
             baseline=config.advantage_baseline,
             deviation=config.advantage_deviation,
         )
-
-    def _paths(self, scored: Sequence[ScoredRollout]) -> list:
-        """The solution path of each response, in the order of ``scored``."""
-        arithmetic = self.config.solution_paths == "arithmetic"
-        paths_of: PathFunction = each_path(solution_path) if arithmetic else NgramPaths()
-        found = {}
-        for problem, group in by_problem(scored).items():
-            labels = paths_of(self.questions[problem], [item.rollout.text for item in group])
-            found |= {(problem, item.rollout.sample_index): label for item, label in zip(group, labels, strict=True)}
-        return [found[item.rollout.problem_id, item.rollout.sample_index] for item in scored]
 
 
 def _successes(scored: Sequence[ScoredRollout]) -> Tensor:

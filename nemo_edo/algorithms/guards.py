@@ -24,37 +24,28 @@ WINDOW, ENOUGH = 50, 20
 """Steps in the window of the gradient norms' median, and the fewest that it needs."""
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """What a guard with bounds measures, in words, and what to do about it."""
-
-    words: str
-    too_low: str
-    too_high: str
-
-
 QUANTITIES = {
-    "kl": Quantity(
+    "kl": (
         "the KL to the reference (nats per token)",
         "the policy does not move: raise optimizer.lr, or lower beta",
         "the policy is far from where it began: raise beta, or lower optimizer.lr or the exploration weight",
     ),
-    "entropy": Quantity(
+    "entropy": (
         "the policy's entropy (nats per token)",
         "the policy has collapsed: raise beta or the exploration weight, or lower optimizer.lr",
         "the policy becomes random: lower the exploration weight or optimizer.lr, raise beta, or set log_ratio_floor",
     ),
-    "truncated": Quantity(
+    "truncated": (
         "the share of truncated responses",
         "responses end early: look at the samples",
         "responses do not end: raise sampling.max_new_tokens, or set grpo.overlong_buffer",
     ),
-    "reward": Quantity(
+    "reward": (
         "the share of successes in a collection",
         "no response is right: take easier problems or a longer warm-up, and look at the samples for the answers' form",
         "every response is right, and none is better than another: take harder problems, or end the run here",
     ),
-    "sampler_gap": Quantity(
+    "sampler_gap": (
         "the mean gap between the trainer's and the engine's log-probabilities (nats)",
         "lower guards.sampler_gap.floor: no gap is too small",
         "the responses are not those of the policy that is trained. Look at, in this order: the engine's weights (a "
@@ -62,13 +53,14 @@ QUANTITIES = {
         "its temperature and top-p, and the prompt's template; then remove the iteration's folder from the run's "
         "rollouts, and rerun the command",
     ),
-    "stale_gap": Quantity(
+    "stale_gap": (
         "the mean gap between the log-probabilities of the trainer and of the earlier sampling policy (nats)",
         "lower guards.stale_gap.floor: no gap is too small",
         "the policy has moved too far from its samples for importance correction: lower optimizer.lr, take fewer steps "
         "on a collection, or set generation.one_step_off=false",
     ),
 }
+"""What a guard with bounds measures, in words, and what to do where it is too low, and too high."""
 OF_COLLECTIONS, OF_STEPS = ("kl", "entropy", "truncated", "reward", "sampler_gap", "stale_gap"), ("kl", "entropy")
 
 
@@ -144,62 +136,57 @@ class Guards:
 
     def step(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms of a step's metrics; "loss", "grad_norm" and "skipped" are among them."""
+        state, config, loss, norm = self._state, self._config, metrics["loss"], metrics["grad_norm"]
+        spike = "the gradient norm is {:.4g}, above guards.grad_norm_spike times its median = {:.4g}".format
         if metrics["skipped"]:
-            return [self._skipped(metrics)]
-        self._state["skipped_in_a_row"] = 0
-        norm, bound, norms, alarms = metrics["grad_norm"], self._spike_bound, self._state["grad_norms"], []
+            most, bound = config.max_skipped_steps, self.grad_norm_limit
+            state["skipped_steps"] += 1
+            state["skipped_in_a_row"] = in_a_row = state["skipped_in_a_row"] + 1
+            if math.isfinite(loss) and bound < norm < math.inf:
+                guard, value, action = "guards.grad_norm_spike", norm, config.on_grad_norm_spike
+                what = spike(norm, bound)
+            else:
+                guard, value, bound, action = "guards.max_skipped_steps", float(in_a_row), float(most), "skip"
+                what = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
+            what += f": step not taken ({in_a_row} in a row, and guards.max_skipped_steps is {most})"
+            if in_a_row >= most:
+                action = "stop"
+            if action == "stop":
+                what += "; find the responses that cause it by a replay; lower optimizer.lr if none does"
+            return [self._alarm(guard, what, value, bound, action, batch_matters=True)]
+        state["skipped_in_a_row"] = 0
+        bound, norms, alarms = self._spike_bound, state["grad_norms"], []
         if norm > bound:
             advice = "lower optimizer.lr if it happens often, or set guards.on_grad_norm_spike=skip"
-            message = f"{_spike_in_words(norm, bound)}: {advice}"
+            message = f"{spike(norm, bound)}: {advice}"
             alarms.append(self._alarm("guards.grad_norm_spike", message, norm, bound, "warn"))
         if norm > 0:  # a batch without any advantage says nothing about the size of the others' gradients
             norms.append(norm)
             del norms[:-WINDOW]
         return [*alarms, *self._beyond_bounds("step", OF_STEPS, metrics)]
 
-    def _skipped(self, metrics: Mapping[str, float]) -> Alarm:
-        state, most, bound = self._state, self._config.max_skipped_steps, self.grad_norm_limit
-        state["skipped_steps"] += 1
-        state["skipped_in_a_row"] += 1
-        in_a_row, loss, norm = state["skipped_in_a_row"], metrics["loss"], metrics["grad_norm"]
-        if math.isfinite(loss) and bound < norm < math.inf:
-            guard, value, what = "guards.grad_norm_spike", norm, _spike_in_words(norm, bound)
-            action = self._config.on_grad_norm_spike
-        else:
-            guard, value, bound, action = "guards.max_skipped_steps", float(in_a_row), float(most), "skip"
-            what = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
-        what += f": step not taken ({in_a_row} in a row, and guards.max_skipped_steps is {most})"
-        if in_a_row >= most:
-            action = "stop"
-        if action == "stop":
-            what += "; find the responses that cause it by a replay; lower optimizer.lr if none does"
-        return self._alarm(guard, what, value, bound, action, batch_matters=True)
-
     def _beyond_bounds(self, kind: str, names: Sequence[str], measured: Mapping[str, float]) -> Iterator[Alarm]:
         for name in names:
-            value, bounds, quantity = measured.get(name, math.nan), getattr(self._config, name), QUANTITIES[name]
+            value, bounds = measured.get(name, math.nan), getattr(self._config, name)
             low, high = bounds.floor, bounds.ceiling
+            words, too_low, too_high = QUANTITIES[name]
             # NaN compares false: an undefined measurement reaches no bound.
             sides = (
-                ("floor", low, low is not None and value <= low, "below", quantity.too_low),
-                ("ceiling", high, high is not None and value >= high, "above", quantity.too_high),
+                ("floor", low, low is not None and value <= low, "below", too_low),
+                ("ceiling", high, high is not None and value >= high, "above", too_high),
             )
             for side, bound, reached, relation, advice in sides:
                 guard, counted, key = f"guards.{name}.{side}", self._state["beyond"], f"{kind} {name} {side}"
                 counted[key] = in_a_row = counted.get(key, 0) + 1 if reached else 0
                 if reached and in_a_row >= bounds.in_a_row:
                     row = f", {in_a_row} in a row" if bounds.in_a_row > 1 else ""
-                    message = f"{quantity.words} is {value:.4g}, at or {relation} {guard} = {bound:g}{row}: {advice}"
+                    message = f"{words} is {value:.4g}, at or {relation} {guard} = {bound:g}{row}: {advice}"
                     yield self._alarm(guard, message, value, bound, bounds.action)
 
     def _alarm(self, guard: str, *rest: Any, **more: Any) -> Alarm:
         fired = self._state["fired"]
         fired[guard] = fired.get(guard, 0) + 1
         return Alarm(guard, *rest, times=fired[guard], **more)
-
-
-def _spike_in_words(norm: float, bound: float) -> str:
-    return f"the gradient norm is {norm:.4g}, above guards.grad_norm_spike times its median = {bound:.4g}"
 
 
 def respond(
@@ -220,15 +207,8 @@ def respond(
     """
     where = ", ".join(f"{name} {number}" for name, number in place.items())
     for alarm in alarms:
-        log(
-            "guard",
-            **place,
-            guard=alarm.guard,
-            value=alarm.value,
-            bound=alarm.bound,
-            times=alarm.times,
-            action=alarm.action,
-        )
+        about_alarm = {name: getattr(alarm, name) for name in ("guard", "value", "bound", "times", "action")}
+        log("guard", **place, **about_alarm)
         if alarm.action != "stop" and not alarm.times & (alarm.times - 1):
             again = f" ({alarm.times} times so far)" if alarm.times > 1 else ""
             warnings.warn(f"{where}: {alarm.message}{again}", stacklevel=2)

@@ -5,7 +5,7 @@ exploration term needs them: its expected gradient is zero while the policy equa
 
 A training resumes between any two steps, and a collection between any two of its parts (``services.Progress``). With
 an engine that has separate weights, an iteration's samples may be generated while the one before trains
-(``services.Ahead``).
+(``services.Ahead``). Before all of it the policy learns the solutions of a problems file (``train_supervised``).
 """
 
 from __future__ import annotations
@@ -13,22 +13,23 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
-from typing import Any
+from itertools import count, islice
 
 from nemo_edo.algorithms.collection import Collected, step_statistics
 from nemo_edo.algorithms.guards import Guards, loggable, respond
 from nemo_edo.algorithms.plan import Plan, collection_hazards, exploration_hazards
 from nemo_edo.algorithms.samples import IterationSamples, generate_and_score, with_older_samples
-from nemo_edo.algorithms.services import Position, Services
-from nemo_edo.config import GRPOConfig
-from nemo_edo.data.batching import minibatches
+from nemo_edo.algorithms.services import Log, Position, Progress, Services
+from nemo_edo.config import GRPOConfig, GuardsConfig, SFTConfig
+from nemo_edo.data.batching import PromptAndResponse, build_batch, epoch_order, minibatches
 from nemo_edo.errors import StoppedByGuard
+from nemo_edo.interfaces import Policy
 from nemo_edo.losses import NotFinite, build_schedule
 from nemo_edo.types import TrainingBatch
+from nemo_edo.utils.phases import PhaseClock
 
 
 def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -> None:
@@ -73,8 +74,7 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -
                     respond(state.guards.collection(statistics), here, place, log=run.log, progress=run.progress)
                     run.progress.keep(t, collected)
             for step, batch in enumerate(_batches(run, plan, collected, t, first), start=first):
-                metrics = _train_step(run, plan, batch, state)
-                _record_step(run, metrics, batch, state, state.position(t, step))
+                _step(run, plan, batch, state, t, step)
             run.ahead.finish()  # the next samples are those of the weights that the engine has now
             with clock.phase("refit"):
                 run.weight_sync.push(t + 1)
@@ -131,42 +131,73 @@ def _batches(run: Services, plan: Plan, collected: Collected, t: int, first: int
 # --- training -----------------------------------------------------------------------------------------------------
 
 
-def _train_step(run: Services, plan: Plan, batch: TrainingBatch, state: _State) -> dict[str, Any]:
-    """An optimizer step with the schedule's exploration weight, and what is logged about it. The schedule advances
-    unless the step is skipped."""
-    begun, schedule, policy = time.monotonic(), state.schedule, run.policy
-    exploration_weight = schedule.weight
-    with run.clock.phase("train"):
-        ratio = policy.exploration_gradient_ratio(batch) if schedule.needs_gradients else None
-        metrics = policy.train_step(
-            batch, exploration_weight=exploration_weight, grad_norm_limit=state.guards.grad_norm_limit
-        )
-    seconds = time.monotonic() - begun
-    if not metrics["skipped"]:
-        schedule.step(entropy=metrics["entropy"], gradient_ratio=ratio)
-    measured = {"exploration_weight": exploration_weight}
-    if ratio is not None and math.isfinite(ratio):  # inf without advantages, NaN in a broken batch: not for the log
-        measured = {"exploration_gradient_ratio": ratio, **measured}
-    if plan.config.beta > 0:
-        measured["effective_alpha"] = exploration_weight / plan.config.beta
-    speed = {"step_s": seconds, "tokens_per_s": int((batch.mask != 0).sum()) / seconds}
-    return {**metrics, **step_statistics(batch), **measured, "time": speed}
-
-
-def _record_step(
-    run: Services, metrics: Mapping[str, Any], batch: TrainingBatch, state: _State, before: Position
-) -> None:
-    """Logs the step that was taken at ``before``, asks the guards about it, and saves where a checkpoint is due.
+def _step(run: Services, plan: Plan, batch: TrainingBatch, state: _State, t: int, step: int) -> None:
+    """An optimizer step with the schedule's exploration weight: logs it, asks the guards about it, and saves where a
+    checkpoint is due. The schedule advances unless the step is skipped.
 
     Nothing is saved while the next samples are generated: they need the weights that the iteration began with, and a
     checkpoint from its middle has others."""
-    place = {"iteration": before.iteration, "step": before.steps_taken}
+    begun, schedule, weight = time.monotonic(), state.schedule, state.schedule.weight
+    with run.clock.phase("train"):
+        ratio = run.policy.exploration_gradient_ratio(batch) if schedule.needs_gradients else None
+        metrics = run.policy.train_step(batch, exploration_weight=weight, grad_norm_limit=state.guards.grad_norm_limit)
+    seconds = time.monotonic() - begun
+    if not metrics["skipped"]:
+        schedule.step(entropy=metrics["entropy"], gradient_ratio=ratio)
+    metrics = {**metrics, **step_statistics(batch)}
+    if ratio is not None and math.isfinite(ratio):  # inf without advantages, NaN in a broken batch: not for the log
+        metrics["exploration_gradient_ratio"] = ratio
+    metrics["exploration_weight"] = weight
+    if plan.config.beta > 0:
+        metrics["effective_alpha"] = weight / plan.config.beta
+    metrics["time"] = {"step_s": seconds, "tokens_per_s": int((batch.mask != 0).sum()) / seconds}
+
+    place = {"iteration": t, "step": state.steps_taken}
     alarms = state.guards.step(metrics)
     run.log("train_step", **place, **loggable(metrics), skipped_steps=state.guards.skipped_steps)
     state.steps_taken += 1
-    here = state.position(before.iteration, before.step + 1)
+    here = state.position(t, step + 1)
     with run.clock.phase("checkpoint"):
         if run.ahead.is_done() or any(alarm.action == "stop" for alarm in alarms):
             run.ahead.finish()  # an error that ended it is raised now, not at the iteration's end
         respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
         run.progress.reached(here, saves=run.ahead.is_done())
+
+
+def train_supervised(
+    policy: Policy,
+    solutions: Sequence[PromptAndResponse],
+    config: SFTConfig,
+    *,
+    pad_id: int,
+    seed: int,
+    log: Log,
+    progress: Progress | None = None,
+    guards: GuardsConfig | None = None,
+    clock: PhaseClock | None = None,
+) -> None:
+    """``config.steps`` optimizer steps over seeded permutations of the solutions, whole batches only.
+
+    progress: where to resume; None: at the beginning, and nothing is kept.
+    guards: None: with their defaults. Raises StoppedByGuard where one of them ends the training.
+    """
+    progress, clock = progress or Progress(), clock or PhaseClock()
+    watch = Guards(guards or GuardsConfig(), progress.start.guards)
+    batch_size = min(config.batch_size, len(solutions))
+    batches = (
+        rows
+        for epoch in count()
+        for rows in minibatches(epoch_order(len(solutions), seed, epoch), batch_size)
+        if len(rows) == batch_size
+    )
+    first = progress.start.step
+    for step, rows in enumerate(islice(batches, first, config.steps), start=first):
+        batch = build_batch([solutions[row] for row in rows], pad_id=pad_id)
+        with clock.phase("train"):
+            metrics = policy.train_step(batch, exploration_weight=0.0, grad_norm_limit=watch.grad_norm_limit)
+        alarms = watch.step(metrics)
+        log("sft_step", step=step, **loggable(metrics), skipped_steps=watch.skipped_steps)
+        here = Position(step=step + 1, steps_taken=step + 1, guards=watch.state_dict())
+        with clock.phase("checkpoint"):
+            respond(alarms, here, {"step": step}, log=log, progress=progress, batch=batch, about=metrics)
+            progress.reached(here)

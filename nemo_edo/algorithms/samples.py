@@ -53,9 +53,26 @@ class IterationSamples:
 
 
 def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSamples:
-    """The scored samples of ``here.iteration``, which the store has when this returns."""
+    """The scored samples of ``here.iteration``, which the store has when this returns. Raises UserError where they are
+    another run's rollouts and do not answer this run's problems, as its prompts pose them."""
     t = here.iteration
-    samples = generate_samples(run, plan, here) if run.given is None else stored_samples(plan, t, run.given)
+    if run.given is None:
+        samples = generate_samples(run, plan, here)
+    else:
+        everything, where = run.given.stored(t), str(run.given.folder)
+        for rollout in (item.rollout for item in everything):
+            if rollout.problem_id not in plan.prompts:
+                raise UserError(
+                    f"{where}: iteration {t} answers problem {rollout.problem_id}, which this run does not have"
+                )
+            there, own = rollout.prompt_ids, plan.prompts[rollout.problem_id]
+            if there != own:
+                raise UserError(
+                    f"{where}: iteration {t} answers {rollout.problem_id} after the prompt {there}, but this run's "
+                    f"prompt is {own}: the tokenizer or data.prompt differs"
+                )
+        require_version(everything, t, plan.versions(t), where)
+        samples = IterationSamples(everything, keep_informative(everything) if plan.is_dynamic else everything, {})
     run.store.write(t, samples.everything)
     if not samples.kept:
         groups = len(samples.everything) // plan.sampling.samples_per_prompt
@@ -105,25 +122,6 @@ def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamp
         if not asked:
             break
     return IterationSamples(everything, kept, parts.speed)
-
-
-def stored_samples(plan: Plan, t: int, given: RolloutStore) -> IterationSamples:
-    """Iteration t's samples from another run's rollouts. Raises UserError unless they answer this run's problems, as
-    its prompts pose them."""
-    everything, where = given.stored(t), str(given.folder)
-    for rollout in (item.rollout for item in everything):
-        if rollout.problem_id not in plan.prompts:
-            raise UserError(
-                f"{where}: iteration {t} answers problem {rollout.problem_id}, which this run does not have"
-            )
-        there, here = rollout.prompt_ids, plan.prompts[rollout.problem_id]
-        if there != here:
-            raise UserError(
-                f"{where}: iteration {t} answers {rollout.problem_id} after the prompt {there}, but this run's prompt "
-                f"is {here}: the tokenizer or data.prompt differs"
-            )
-    require_version(everything, t, plan.versions(t), where)
-    return IterationSamples(everything, keep_informative(everything) if plan.is_dynamic else everything, {})
 
 
 def with_older_samples(collected: Collected, plan: Plan, store: RolloutStore, t: int) -> Collected:

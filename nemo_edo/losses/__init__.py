@@ -2,10 +2,15 @@
 
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
 from nemo_edo.losses.advantages import (
+    NgramPaths,
+    PathFunction,
+    each_path,
     group_advantages,
     informative_groups,
+    novelty_advantages,
     pass_at_k_advantages,
     positive_downweighted_advantages,
+    redundancy_shares,
     soft_overlong_penalty,
     solved_groups,
 )
@@ -24,7 +29,6 @@ from nemo_edo.losses.importance import (
     token_spread,
     truncated_importance_weights,
 )
-from nemo_edo.losses.novelty import NgramPaths, PathFunction, each_path, novelty_advantages, redundancy_shares
 from nemo_edo.losses.policy_gradient import (
     cispo_config,
     clip_cov_selection,

@@ -112,10 +112,7 @@ def sampler_weights(
     else:
         weights = sequence_masked_weights(*tokens, low=config.sequence_mask_low, high=config.sequence_mask_high)
         bounded = weights == 0
-    return weights, {
-        **metrics,
-        **token_means({"sampler_weight": weights, "sampler_bounded": bounded}, valid),
-    }
+    return weights, metrics | token_means({"sampler_weight": weights, "sampler_bounded": bounded}, valid)
 
 
 @checked

@@ -106,7 +106,7 @@ def ipo_loss(
     """
     _check_beta(beta)
     valid_P, pairs = _read_pairs(policy_chosen, policy_rejected, ref_chosen, ref_rejected, mask)
-    return sum_over_rows(_ipo(_margin(pairs), beta), valid_P)
+    return sum_over_rows((_margin(pairs) - 1 / (2 * beta)).square(), valid_P)
 
 
 @checked
@@ -382,13 +382,9 @@ def _dpo(margin_P: Tensor, beta: float, label_smoothing: float) -> Tensor:
     return losses_P
 
 
-def _ipo(margin_P: Tensor, beta: float) -> Tensor:
-    return (margin_P - 1 / (2 * beta)).square()
-
-
 def _of_config(margin_P: Tensor, config: DPOLossConfig) -> Tensor:
     if config.preference_loss == "ipo":
-        return _ipo(margin_P, config.beta)
+        return (margin_P - 1 / (2 * config.beta)).square()
     return _dpo(margin_P, config.beta, config.label_smoothing)
 
 

@@ -42,7 +42,11 @@ class Schedule:
     """The exploration weight of the next optimizer step."""
 
     def __init__(self, config: ScheduleConfig, weight: float) -> None:
-        """As ``build_schedule``."""
+        """The schedule of ``config`` around the configured exploration weight (``exploration_weight`` of a loss's
+        config).
+
+        Raises ValueError for a weight that is not finite, and for one outside [min_weight, max_weight] with a
+        controller: 0 is outside, so that a baseline without exploration never gets any."""
         if not math.isfinite(weight):
             raise ValueError(f"the exploration weight is {weight}, expected a finite number")
         self._config, self._peak = config, weight
@@ -63,7 +67,26 @@ class Schedule:
     @property
     def weight(self) -> float:
         """The weight for the next optimizer step."""
-        return self._state["weight"] if "weight" in self._state else self._peak * self._factor(self._state["steps"])
+        if "weight" in self._state:
+            return self._state["weight"]
+        config, taken = self._config, self._state["steps"]
+        warm_up, hold = 0, 0
+        if config.kind == "warmup-hold-decay":
+            warm_up, hold = config.warmup_steps, config.hold_steps
+        if config.kind == "constant":
+            factor = 1.0
+        elif taken >= config.steps:
+            factor = config.final_factor
+        elif taken < warm_up:
+            factor = taken / warm_up
+        elif taken <= warm_up + hold:
+            factor = 1.0
+        else:
+            progress = (taken - warm_up - hold) / (config.steps - warm_up - hold)
+            if config.kind == "cosine":
+                progress = (1 - math.cos(math.pi * progress)) / 2
+            factor = (1 - progress) + progress * config.final_factor
+        return self._peak * factor
 
     @property
     def needs_gradients(self) -> bool:
@@ -126,29 +149,5 @@ class Schedule:
     def _set_weight(self, weight: float) -> None:
         self._state["weight"] = min(max(float(weight), self._config.min_weight), self._config.max_weight)
 
-    def _factor(self, taken: int) -> float:
-        config = self._config
-        if config.kind == "constant":
-            return 1.0
-        if taken >= config.steps:
-            return config.final_factor
-        decay_from = 0
-        if config.kind == "warmup-hold-decay":
-            if taken < config.warmup_steps:
-                return taken / config.warmup_steps
-            decay_from = config.warmup_steps + config.hold_steps
-        if taken <= decay_from:
-            return 1.0
-        progress = (taken - decay_from) / (config.steps - decay_from)
-        if config.kind == "cosine":
-            progress = (1 - math.cos(math.pi * progress)) / 2
-        return (1 - progress) + progress * config.final_factor
 
-
-def build_schedule(config: ScheduleConfig, weight: float) -> Schedule:
-    """The schedule of ``config`` around the configured exploration weight (``exploration_weight`` of a loss's config).
-
-    Raises ValueError for a weight that is not finite, and for one outside [min_weight, max_weight] with a controller:
-    0 is outside, so that a baseline without exploration never gets any.
-    """
-    return Schedule(config, weight)
+build_schedule = Schedule

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_edo.algorithms.iteration import run_iterations
+from nemo_edo.algorithms.iteration import run_iterations, train_supervised
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.samples import generate_and_score
-from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.errors import RESTORE, DamagedCheckpoint, RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import KINDS, kinds, load_evaluation
 from nemo_edo.evaluation.results import START as WARMUP

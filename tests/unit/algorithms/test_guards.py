@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from nemo_edo.algorithms.guards import Guards, respond
+from nemo_edo.algorithms.iteration import train_supervised
 from nemo_edo.algorithms.services import Position
-from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import (
     BoundsConfig,
     GuardsConfig,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from nemo_edo.algorithms.iteration import train_supervised
 from nemo_edo.algorithms.services import Position
-from nemo_edo.algorithms.supervised import train_supervised
 from nemo_edo.config import SFTConfig
 from nemo_edo.errors import RunStopped
 
