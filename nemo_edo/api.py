@@ -12,16 +12,16 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from omegaconf import Container, OmegaConf
 
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
-from nemo_edo.evaluation.results import Evaluation, main_metrics, paired_interval, require_same_problems
+from nemo_edo.evaluation.results import main_metrics, paired_interval, require_same_problems
 from nemo_edo.experiments.grid import train_command
 from nemo_edo.experiments.sweep import plan_sweep, run_sweep
 from nemo_edo.report.run_folders import SWEEP, sweep_members
@@ -136,8 +136,13 @@ class Run:
         evaluation, METRIC is the mean, METRIC_low and METRIC_high bound its 95 % interval over problems."""
         import pandas as pd
 
-        lines = self._stored.folder.lines() if (self.folder / METRICS).is_file() else []
-        return pd.DataFrame([_flat(line) for line in lines])
+        rows = []
+        for line in self._stored.folder.lines() if (self.folder / METRICS).is_file() else ():
+            row = {key: value for key, value in line.items() if key not in ("metrics", "time")}
+            for name, one in line.get("metrics", {}).items():
+                row |= {name: one["mean"], f"{name}_low": one["low"], f"{name}_high": one["high"]}
+            rows.append(row | line.get("time", {}))
+        return pd.DataFrame(rows)
 
     @property
     def rollouts(self) -> pd.DataFrame:
@@ -194,7 +199,13 @@ class Run:
         here, there = (run._stored.folder.evaluations(run._stored.policies) for run in (self, other or self))
         pairs = [(name, name) for name in here if name in there] if other else [
             (self.arms[0], name) for name in self.arms[1:] if name in here]  # fmt: skip
-        rows = [row for one, two in pairs for row in self._differences(two, here[one], there[two])]
+        rows, random = [], {"resamples": self.config.evaluation.bootstrap, "seed": self.config.seed}
+        for one, two in pairs:
+            a, b = here[one], there[two]
+            require_same_problems({"here": a, "there": b})
+            for metric in main_metrics([name for name in a.metrics if name in b.metrics]):
+                interval, _ = paired_interval(metric, b.metrics[metric], a.metrics[metric], **random)
+                rows.append((two, metric, a.mean(metric), b.mean(metric), *vars(interval).values()))
         return pd.DataFrame(rows, columns=["arm", "metric", "here", "there", "difference", "low", "high"])
 
     def plot(self, metric: str = "reward", kind: str | None = None, arms: Sequence[str] | None = None) -> go.Figure:
@@ -218,16 +229,6 @@ class Run:
             color = {"color": COLORS[place % len(COLORS)]}
             figure.add_scatter(x=line[axis], y=line[metric], name=arm, mode="lines+markers", line=color)
         return figure
-
-    def _differences(self, arm: str, here: Evaluation, there: Evaluation) -> Iterator[dict[str, Any]]:
-        require_same_problems({"here": here, "there": there})
-        resamples, seed = self.config.evaluation.bootstrap, self.config.seed
-        for metric in main_metrics([name for name in here.metrics if name in there.metrics]):
-            pairs = there.metrics[metric], here.metrics[metric]
-            interval, _ = paired_interval(metric, *pairs, resamples=resamples, seed=seed)
-            values = {"here": here.mean(metric), "there": there.mean(metric)}
-            bounds = {"difference": interval.mean, "low": interval.low, "high": interval.high}
-            yield {"arm": arm, "metric": metric, **values, **bounds}
 
 
 class Sweep:
@@ -271,14 +272,6 @@ class Sweep:
                 about = pd.DataFrame({"arm": part["arm"], "alpha": part["arm"].map(alphas), **about}, index=part.index)
                 parts.append(pd.concat([about, part.drop(columns=part.columns.intersection(about.columns))], axis=1))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["run", "arm", "seed", "alpha"])
-
-
-def _flat(line: dict[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl with its clocks, and the bounds of its metrics, as columns."""
-    values = {key: value for key, value in line.items() if key not in ("metrics", "time")}
-    for name, interval in line.get("metrics", {}).items():
-        values |= {name: interval["mean"], f"{name}_low": interval["low"], f"{name}_high": interval["high"]}
-    return values | line.get("time", {})
 
 
 def _run(command: list[str]) -> tuple[int, list[str]]:

@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from nemo_edo.evaluation.results import Evaluation
 
 MAY_CHANGE = (
+    *("allow_changed", "checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards"),
     *(
-        "allow_changed",
-        "checkpoint",
-        "cluster",
-        "data.allow_overlap",
-        "exp_manager",
-        "generation.servers",
-        "guards",
         "model.seq_length",
+        "model.verify",
+        "name",
+        "output_dir",
+        "parallelism",
+        "profile",
+        "rewards.function_time_limit_s",
+        "search",
     ),
-    *("model.verify", "name", "output_dir", "parallelism", "profile", "rewards.function_time_limit_s", "search"),
     *("grpo.allow_one_step", "idpo.allow_one_step"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the

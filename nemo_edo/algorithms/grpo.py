@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from nemo_edo import losses
 from nemo_edo.algorithms.collection import (
     Collected,
     by_problem,
@@ -21,20 +22,6 @@ from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.config import GRPOConfig
 from nemo_edo.errors import UserError
 from nemo_edo.interfaces import Policy
-from nemo_edo.losses import (
-    NgramPaths,
-    clip_cov_selection,
-    each_path,
-    group_advantages,
-    informative_groups,
-    kl_cov_selection,
-    novelty_advantages,
-    pass_at_k_advantages,
-    redundancy_shares,
-    soft_overlong_penalty,
-    solved_groups,
-    token_covariances,
-)
 from nemo_edo.types import ScoredRollout, TrainingBatch
 from nemo_edo.utils.import_path import load_function, said, wanted_arguments
 from nemo_edo.utils.phases import PhaseClock
@@ -77,19 +64,20 @@ class GRPO:
         statistics["advantage_spread"] = float(advantages.std(correction=0))
         if config.novelty_strength or config.redundancy_weighted:
             correct = _successes(scored)
-            paths_of = each_path(solution_path) if config.solution_paths == "arithmetic" else NgramPaths()
+            paths_of = losses.each_path(solution_path) if config.solution_paths == "arithmetic" else losses.NgramPaths()
             paths = {}
             for problem, group in by_problem(scored).items():
                 labels = paths_of(self.questions[problem], [item.rollout.text for item in group])
                 paths |= zip(map(id, group), labels, strict=True)
-            shares = redundancy_shares([paths[id(item)] for item in scored], correct, group_ids)
+            shares = losses.redundancy_shares([paths[id(item)] for item in scored], correct, group_ids)
+            strength = config.novelty_strength
             statistics["redundancy"] = float(shares[correct].mean()) if correct.any() else 0.0
-            advantages = novelty_advantages(advantages, shares, correct, group_ids, strength=config.novelty_strength)
+            advantages = losses.novelty_advantages(advantages, shares, correct, group_ids, strength=strength)
             weights = shares if config.redundancy_weighted else weights
         if not config.explore_uninformative_groups:
-            weights = weights * informative_groups(rewards, group_ids)
+            weights = weights * losses.informative_groups(rewards, group_ids)
         if config.explore_solved_groups_only:
-            weights = weights * solved_groups(_successes(scored), group_ids)
+            weights = weights * losses.solved_groups(_successes(scored), group_ids)
         batch = sampled.batch.with_fields(advantages=advantages.float(), exploration_factors=weights.float())
         return Collected(batch, [[row] for row in range(batch.size)], statistics)
 
@@ -100,27 +88,27 @@ class GRPO:
             return batch
         mask = batch.own.mask
         # pi_old's log-probabilities: those of pi_theta would take one more forward pass before each step.
-        covariances = token_covariances(batch.old_logprobs, batch.advantages, mask)
+        covariances = losses.token_covariances(batch.old_logprobs, batch.advantages, mask)
         share = config.covariance_share
         if config.covariance_control == "clip-cov":
             bounds = {"low": config.clip_cov_low, "high": config.clip_cov_high}
-            selected = clip_cov_selection(covariances, mask, share=share, seed=request_seed(seed), **bounds)
+            selected = losses.clip_cov_selection(covariances, mask, share=share, seed=request_seed(seed), **bounds)
         else:
-            selected = kl_cov_selection(covariances, mask, share=share)
+            selected = losses.kl_cov_selection(covariances, mask, share=share)
         return batch.with_fields(selected=selected.float())
 
     def _advantages(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
         config = self.config
         if config.pass_k is not None:
-            return pass_at_k_advantages(_successes(scored).float(), group_ids, config.pass_k)
+            return losses.pass_at_k_advantages(_successes(scored).float(), group_ids, config.pass_k)
         if config.overlong_buffer is not None:
             lengths = torch.tensor([len(item.rollout.response_ids) for item in scored])
-            rewards = rewards + soft_overlong_penalty(
+            rewards = rewards + losses.soft_overlong_penalty(
                 lengths, max_length=self.max_new_tokens, cache_length=config.overlong_buffer
             )
         if self.own_advantages is not None:
             return self.own_advantages(scored, rewards, group_ids)
-        return group_advantages(
+        return losses.group_advantages(
             rewards,
             group_ids,
             scale=config.advantage_scale,
@@ -138,7 +126,7 @@ def keep_informative(scored: Sequence[ScoredRollout]) -> list[ScoredRollout]:
     """The responses in groups whose rewards are not all equal (DAPO's dynamic sampling)."""
     if not scored:
         return []
-    keep = informative_groups(torch.tensor([item.reward for item in scored]), group_numbers(scored))
+    keep = losses.informative_groups(torch.tensor([item.reward for item in scored]), group_numbers(scored))
     return [item for item, kept in zip(scored, keep.tolist(), strict=True) if kept]
 
 

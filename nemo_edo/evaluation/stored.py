@@ -203,12 +203,12 @@ def vote_curve(
     """
     n = circles.shape[1]
     weights_n = np.ones(n) if weights is None else np.asarray(weights, dtype=np.float64)
-    classes, right_A = _classes(answers, right)
+    numbers: dict[Hashable, int] = {}
+    classes = [-1 if answer is None else numbers.setdefault(answer, len(numbers)) for answer in answers]
+    votes_nA = (np.array(classes)[:, None] == np.arange(len(numbers))).astype(np.int32)
+    right_A = np.asarray(right, dtype=np.float64) @ votes_nA / votes_nA.sum(axis=0)  # the share of each answer's
     if not right_A.any():
         return np.zeros(n)
-    votes_nA = np.zeros((n, len(right_A)), dtype=np.int32)
-    voting = np.flatnonzero(classes >= 0)
-    votes_nA[voting, classes[voting]] = 1
     total = np.zeros(n)
     for order in circles:
         votes_KnA = _windows(votes_nA[order])
@@ -230,15 +230,6 @@ def _windows(rows_nA: np.ndarray) -> np.ndarray:
     sums = np.concatenate([np.zeros_like(rows_nA[:1]), np.cumsum(np.concatenate([rows_nA, rows_nA]), axis=0)])
     starts = np.arange(n)
     return sums[starts[None, :] + np.arange(1, n + 1)[:, None]] - sums[starts][None]
-
-
-def _classes(answers: Sequence[Hashable | None], right: Sequence[bool]) -> tuple[np.ndarray, np.ndarray]:
-    """[n] the number of each response's answer, -1 for None, and [A] the share of its responses that are right."""
-    numbers: dict[Hashable, int] = {}
-    classes = np.array([-1 if answer is None else numbers.setdefault(answer, len(numbers)) for answer in answers])
-    stated, marks = classes >= 0, np.asarray(right, dtype=np.float64)
-    sizes = np.bincount(classes[stated], minlength=len(numbers))
-    return classes, np.bincount(classes[stated], weights=marks[stated], minlength=len(numbers)) / sizes
 
 
 @lru_cache(maxsize=64)

@@ -8,22 +8,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from nemo_edo import losses
 from nemo_edo.config import GRPOConfig, IDPOConfig
 from nemo_edo.data.shares import Share
-from nemo_edo.losses import (
-    LossTerm,
-    ed_idpo_loss,
-    entropy_bonus,
-    floor_share,
-    grpo_exploration,
-    grpo_loss,
-    kl_per_token,
-    reduce_tokens,
-    reduction_count,
-    sampler_gap,
-    sequence_logprobs,
-    token_spread,
-)
 from nemo_edo.megatron.forward_backward import LossFunction, Terms, forward_backward
 from nemo_edo.megatron.lora import adapters_off
 from nemo_edo.megatron.policy import Weights
@@ -41,7 +28,7 @@ class MegatronGPTExploringModel(MegatronGPTModel):
 
     def token_metrics(self, batch: TrainingBatch, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
         """How far the policy is from the one that sampled the batch's tokens, and how its entropies spread."""
-        return token_spread(logprobs, entropies, old_logprobs=batch.old_logprobs, mask=batch.own.mask)
+        return losses.token_spread(logprobs, entropies, old_logprobs=batch.old_logprobs, mask=batch.own.mask)
 
     # --- the exploration term --------------------------------------------------------------------------------------
 
@@ -117,7 +104,7 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
         """See the base class. Where the batch has responses of an older policy, the exploration term is one over them,
         with a separate count."""
         settings, mask, explores_own = self.settings, batch.own.mask, batch.older is None
-        term, metrics = grpo_loss(
+        term, metrics = losses.grpo_loss(
             logprobs,
             batch.old_logprobs,
             batch.ref_logprobs,
@@ -131,17 +118,17 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
             on_empty="zero",
         )
         if settings.entropy_coefficient:
-            bonus = entropy_bonus(
+            bonus = losses.entropy_bonus(
                 entropies, mask, reduction=settings.aggregation, norm_length=settings.norm_length, on_empty="zero"
             )
             term = term.plus(bonus, settings.entropy_coefficient)
-        metrics["entropy"] = reduce_tokens(entropies.detach(), mask, "token-mean", on_empty="zero")
+        metrics["entropy"] = losses.reduce_tokens(entropies.detach(), mask, "token-mean", on_empty="zero")
         terms = {"grpo": term}
         if not explores_own:
             exploration, floored = self._exploration(logprobs, batch), settings.log_ratio_floor
             terms["exploration"] = exploration.scaled(exploration_weight)
             metrics["exploration"] = exploration.detached()
-            metrics["floor_fraction"] = floor_share(logprobs, batch.old_logprobs, batch.explored.mask, floored)
+            metrics["floor_fraction"] = losses.floor_share(logprobs, batch.old_logprobs, batch.explored.mask, floored)
         return terms, metrics
 
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
@@ -153,9 +140,9 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
     ) -> Terms:
         return {"exploration": self._exploration(logprobs, batch).scaled(exploration_weight)}, {}
 
-    def _exploration(self, logprobs: Tensor, batch: TrainingBatch) -> LossTerm:
+    def _exploration(self, logprobs: Tensor, batch: TrainingBatch) -> losses.LossTerm:
         """At weight 1."""
-        return grpo_exploration(
+        return losses.grpo_exploration(
             logprobs,
             batch.old_logprobs,
             batch.explored.mask,
@@ -169,7 +156,7 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
         return self._count(batch.explored)
 
     def _count(self, batch: TrainingBatch) -> float:
-        return float(reduction_count(batch.mask, self.settings.aggregation))
+        return float(losses.reduction_count(batch.mask, self.settings.aggregation))
 
 
 class MegatronGPTDPOModel(MegatronGPTExploringModel):
@@ -183,10 +170,10 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
 
     def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
         settings = self.settings
-        policy_B = sequence_logprobs(logprobs, batch.mask, length_normalized=settings.length_normalized)
-        ref_B = sequence_logprobs(batch.ref_logprobs, batch.mask, length_normalized=settings.length_normalized)
+        policy_B = losses.sequence_logprobs(logprobs, batch.mask, length_normalized=settings.length_normalized)
+        ref_B = losses.sequence_logprobs(batch.ref_logprobs, batch.mask, length_normalized=settings.length_normalized)
         # All rows in pairs, and a mask: to index by a boolean tensor would wait for the device.
-        preference, exploration, metrics = ed_idpo_loss(
+        preference, exploration, metrics = losses.ed_idpo_loss(
             policy_B[0::2],
             policy_B[1::2],
             ref_B[0::2],
@@ -200,13 +187,13 @@ class MegatronGPTDPOModel(MegatronGPTExploringModel):
             on_empty="zero",
         )
         # In double, as a metric that overflows must not cost the step.
-        kl = kl_per_token(logprobs.detach().double(), batch.ref_logprobs.double(), "k3")
+        kl = losses.kl_per_token(logprobs.detach().double(), batch.ref_logprobs.double(), "k3")
         metrics |= {
-            "entropy": reduce_tokens(entropies.detach(), batch.mask, "token-mean"),
-            "kl": reduce_tokens(kl, batch.mask, "token-mean"),
+            "entropy": losses.reduce_tokens(entropies.detach(), batch.mask, "token-mean"),
+            "kl": losses.reduce_tokens(kl, batch.mask, "token-mean"),
         }
         if batch.sampler_logprobs is not None:
-            metrics |= sampler_gap(batch.old_logprobs, batch.sampler_logprobs, batch.mask)
+            metrics |= losses.sampler_gap(batch.old_logprobs, batch.sampler_logprobs, batch.mask)
         return {"preference": preference, "exploration": exploration}, metrics
 
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:

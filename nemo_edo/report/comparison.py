@@ -66,7 +66,6 @@ class Difference(Estimate):
     """Two-sided, of a mean of 0 over seeds (paired t test); NaN with one seed."""
     p_adjusted: float
     """The p-value corrected by Holm's method for all the differences of the report that have one."""
-
     detectable: float
     """The least true difference that these seeds show with probability 0.8, at the level of the strictest of the
     report's tests; NaN with one seed."""

@@ -120,8 +120,8 @@ def render_page(template: str, **values: Any) -> str:
     loader = FileSystemLoader(TEMPLATES)
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, **options)
-    environment.filters |= {"metric_name": metric_name, "plain_name": plain_name, "short_name": short_name}
-    environment.filters |= {"direction": direction, "duration": duration}
+    named = (metric_name, plain_name, short_name, direction, duration)
+    environment.filters |= {function.__name__: function for function in named}
     environment.filters |= {"dash_array": DASHES.get, "symbol_path": SYMBOLS.get}
     return environment.get_template(template).render(Markup=Markup, **values)
 

@@ -247,8 +247,22 @@ def read_runs(found: FoundRuns) -> RunSet:
     """Reads the finished runs. Raises UserError where two cannot be compared: the settings that differ, other
     test problems, or one arm trained twice with one seed."""
     records = tuple(read_run(folder) for folder in found.folders)
+    theirs = flattened(records[0].config)
     for record in records[1:]:
-        _require_same_settings(records[0], record)
+        ours = flattened(record.config)
+        differing = [
+            key
+            for key in dict.fromkeys([*theirs, *ours])
+            if theirs.get(key) != ours.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in MAY_DIFFER)
+        ]
+        if differing:
+            key, *more = differing
+            one, another = (repr(values[key]) if key in values else "missing" for values in (theirs, ours))
+            also = f" (also different: {', '.join(more)})" if more else ""
+            raise UserError(
+                f"{records[0].folder} and {record.folder} cannot be compared: {key} is {one} in the one and {another} "
+                f"in the other{also}; runs of one report may differ in their arms and seeds only"
+            )
     evaluations = {f"{one.folder}: {arm}": result for one in records for arm, result in one.evaluations.items()}
     evaluations |= {f"{one.folder}: {REPLICATE}": one.replicate for one in records if one.replicate}
     require_same_problems(evaluations)
@@ -274,23 +288,6 @@ def arm_settings(record: RunRecord, name: str) -> dict[str, Any]:
     known = record.arms[name]  # with alpha's default, and the coefficient whichever way it was given
     settings |= {"algorithm": algorithm, "alpha": known.alpha, "exploration_coefficient": known.exploration_weight}
     return {key: value for key, value in settings.items() if key not in WITHOUT_EFFECT}
-
-
-def _require_same_settings(first: RunRecord, other: RunRecord) -> None:
-    theirs, ours = flattened(first.config), flattened(other.config)
-    differing = [
-        key
-        for key in dict.fromkeys([*theirs, *ours])
-        if theirs.get(key) != ours.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in MAY_DIFFER)
-    ]
-    if differing:
-        key, *more = differing
-        one, another = (repr(values[key]) if key in values else "missing" for values in (theirs, ours))
-        also = f" (also different: {', '.join(more)})" if more else ""
-        raise UserError(
-            f"{first.folder} and {other.folder} cannot be compared: {key} is {one} in the one and {another} in the "
-            f"other{also}; runs of one report may differ in their arms and seeds only"
-        )
 
 
 def _grouped(records: Sequence[RunRecord]) -> dict[str, dict[int, Trained]]:

@@ -174,7 +174,7 @@ class KeepsParts(Watch):
     ) -> list[ScoredRollout]:
         """``evaluator.Respond``."""
         store = self.stores[kind]
-        parts = Parts(store, self.iteration, part_size=self.part_size, watch=self)
+        parts = Parts(store, self.iteration, part_size=self.part_size, watch=self, begin_part=self.begin_part)
         self.scorer.begin(parts.earlier)
         responses = parts.responses(requests, self.engine, self.scorer, sampling, problems)
         store.write(self.iteration, responses)

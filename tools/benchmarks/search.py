@@ -28,8 +28,7 @@ from nemo_edo.metrics import paired_share_interval, share_interval
 from nemo_edo.report.plotting import COLORS, DASHES, FONT, SYMBOLS
 from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run.stored_run import open_run
-from nemo_edo.search.job import search
-from nemo_edo.search.search_store import SearchRecord, read_results
+from nemo_edo.search.job import SearchRecord, read_results, search
 
 RESAMPLES, SEED = 2000, 0
 COLUMNS = ("method", "setting", "tokens", "accuracy", "low", "high", "difference", "difference_low", "difference_high")

@@ -31,7 +31,7 @@ from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import RunFolder
-from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results
+from nemo_edo.search.job import SearchRecord, SearchStore, read_results
 from nemo_edo.utils.files import read_object
 
 

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_edo.errors import UserError
-from nemo_edo.search.search_store import SearchRecord, SearchStore, read_results
+from nemo_edo.search.job import SearchRecord, SearchStore, read_results
 
 LABEL = {"search.steps": 4, "search.exploration": 0.1, "reward model": "folder abc"}
 ONE = SearchRecord("p-1", 1.0, "7", True, "correct", True, True, 0.9, "#### 7", 3, 40, 9, 8, 2)
