@@ -34,17 +34,8 @@ if TYPE_CHECKING:
 
 MAY_CHANGE = (
     *("allow_changed", "checkpoint", "cluster", "data.allow_overlap", "exp_manager", "generation.servers", "guards"),
-    *(
-        "model.seq_length",
-        "model.verify",
-        "name",
-        "output_dir",
-        "parallelism",
-        "profile",
-        "rewards.function_time_limit_s",
-        "search",
-    ),
-    *("grpo.allow_one_step", "idpo.allow_one_step"),
+    *("grpo.allow_one_step", "idpo.allow_one_step", "model.seq_length", "model.verify", "name", "output_dir"),
+    *("parallelism", "profile", "rewards.function_time_limit_s", "search"),
 )
 """Settings that may change on resume. They change no result, except the guards', which say when a run stops, and the
 layout, which rounds differently (and ``SKIPPING``). Searches keep their own settings."""
