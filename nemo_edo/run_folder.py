@@ -17,16 +17,7 @@ import yaml
 
 from nemo_edo.config.run import BEST, START
 from nemo_edo.errors import CANNOT_WRITE, RESTORE, DamagedFile, UserError
-from nemo_edo.utils.files import (
-    flattened,
-    json_text,
-    read_json,
-    read_mapping,
-    read_object,
-    require_no_links,
-    temporary_name,
-    write_text,
-)
+from nemo_edo.utils import files
 from nemo_edo.utils.owned_file import InUse, OwnedFile
 
 if TYPE_CHECKING:
@@ -141,7 +132,7 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"{self.path} is a file; choose another name=...")
         # What a process leaves that is killed before it writes the config, and a job puts there before the run begins.
-        leftover = {LOCK, LAUNCH, temporary_name(self.path / CONFIG).name}
+        leftover = {LOCK, LAUNCH, files.temporary_name(self.path / CONFIG).name}
         if not self.path.exists() or {path.name for path in self.path.iterdir()} <= leftover:
             return
         if not (self.path / CONFIG).is_file():
@@ -154,12 +145,12 @@ class RunFolder:
             raise DamagedFile(f"{self.path / JOURNAL}, which tells what is done, is missing")
         from nemo_edo.config.compose import default_values
 
-        there, here = read_mapping(self.path / CONFIG), yaml.safe_load(config)
+        there, here = files.read_mapping(self.path / CONFIG), yaml.safe_load(config)
         if len(there) < len(here) and list(there) == list(here)[: len(there)]:
             raise DamagedFile(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}")
         # An earlier version's config lacks the settings that were added since: their defaults are what it did.
-        defaults = flattened(default_values(here.get("job")))
-        there, here = (defaults | flattened(config) for config in (there, here))
+        defaults = files.flattened(default_values(here.get("job")))
+        there, here = (defaults | files.flattened(config) for config in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
         fixed = SKIPPING if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ()
@@ -192,7 +183,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(f"{self.path} cannot be made ({error.strerror}); choose another output_dir=...") from error
         self.take()
-        write_text(self.path / CONFIG, config)
+        files.write_text(self.path / CONFIG, config)
         return earlier
 
     def require_unused(self) -> None:
@@ -205,7 +196,7 @@ class RunFolder:
         """Takes the folder for this process, until ``close``. finished: it has to be a finished run's.
 
         Raises UserError where another process has it, and where a link in it could lead writes out of it."""
-        require_no_links(self.path, but_in="logs")  # W&B has links there
+        files.require_no_links(self.path, but_in="logs")  # W&B has links there
         self._take()
         if finished and not self.is_finished:
             self.close()
@@ -217,7 +208,7 @@ class RunFolder:
         """Puts the new evaluations of ``REPLACEMENT`` in the place of the stored ones: done again, it has no effect."""
         from nemo_edo.rollouts.store import RolloutStore  # loads pyarrow
 
-        new = read_object(self.path / REPLACEMENT, ("responses", "results", "metrics_bytes", "lines"))
+        new = files.read_object(self.path / REPLACEMENT, ("responses", "results", "metrics_bytes", "lines"))
         for place, newer, iteration in new["responses"]:
             if any(self._inside(newer).glob("*/*.parquet")):  # otherwise a killed process has moved them
                 RolloutStore(self._inside(place)).take_over(iteration, RolloutStore(self._inside(newer)))
@@ -260,7 +251,7 @@ class RunFolder:
         """The stages that are done, in order: "files", the warm-up, the arms, "report". Of each its "metrics_bytes",
         the length of metrics.jsonl at its end, and what else was noted."""
         path = self.path / JOURNAL
-        journal = read_object(path, ()) if path.exists() else {}
+        journal = files.read_object(path, ()) if path.exists() else {}
         for stage, notes in journal.items():
             if not isinstance(notes, dict) or not isinstance(notes.get("metrics_bytes", 0), int):
                 raise DamagedFile(f"{path}: {stage} is {notes!r:.80}, expected an object with metrics_bytes")
@@ -288,7 +279,7 @@ class RunFolder:
         """An object gets its checksum, too, which ``read_json`` verifies."""
         path = self._inside(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json_text(value))
+        files.write_text(path, files.json_text(value))
 
     def _inside(self, name: str) -> Path:
         """Raises UserError for a name that leads out of the folder."""
@@ -298,7 +289,7 @@ class RunFolder:
 
     def read_json(self, name: str) -> Any:
         """Raises UserError naming a file that is missing or damaged."""
-        return read_json(self.path / name)
+        return files.read_json(self.path / name)
 
     def write_evaluation(self, evaluation: Evaluation, iteration: int | None = None) -> None:
         """``iteration``: of an evaluation before one; None: the final one."""
@@ -310,7 +301,7 @@ class RunFolder:
 
     def summary(self, required: Iterable[str] = ()) -> dict[str, Any]:
         """summary.json, which a finished run has. Raises UserError as ``read_object`` does."""
-        return read_object(self.path / SUMMARY, [*required])
+        return files.read_object(self.path / SUMMARY, [*required])
 
     def lines(self, required: Mapping[str, Sequence[str]] | None = None) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl, once they are found to begin with those that were logged by the last stage.

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_edo import losses
-from nemo_edo.algorithms.collection import (
-    Collected,
-    by_problem,
-    group_numbers,
-    sample_statistics,
-    view_of_sampler,
-)
+from nemo_edo.algorithms.collection import Collected, by_problem, group_numbers, sample_statistics, view_of_sampler
 from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.config import GRPOConfig
@@ -26,12 +19,8 @@ from nemo_edo.types import ScoredRollout, TrainingBatch
 from nemo_edo.utils.import_path import load_function, said, wanted_arguments
 from nemo_edo.utils.phases import PhaseClock
 
-
-class AdvantageFunction(Protocol):
-    """A user's advantages."""
-
-    def __call__(self, scored: Sequence[ScoredRollout], rewards: Tensor, group_ids: Tensor) -> Tensor:
-        """[B] float32, from all B responses of a collection, their rewards and the numbers of their groups, [B]."""
+AdvantageFunction = Callable[[Sequence[ScoredRollout], Tensor, Tensor], Tensor]
+"""A user's advantages, [B] float32, from all B responses of a collection, their rewards and their groups' numbers."""
 
 
 @dataclass(frozen=True)

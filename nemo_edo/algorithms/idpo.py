@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_edo.algorithms.collection import (
-    Collected,
-    by_problem,
-    sample_statistics,
-    view_of_sampler,
-)
+from nemo_edo.algorithms.collection import Collected, by_problem, sample_statistics, view_of_sampler
 from nemo_edo.config import IDPOConfig
 from nemo_edo.data.batching import preference_pairs
 from nemo_edo.errors import UserError

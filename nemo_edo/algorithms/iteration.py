@@ -97,9 +97,6 @@ class _State:
         return Position(t, step, self.steps_taken, self.schedule.state_dict(), self.guards.state_dict())
 
 
-# --- what is trained on -------------------------------------------------------------------------------------------
-
-
 def build(run: Services, samples: IterationSamples, t: int) -> Collected:
     """The iteration's batch from its samples; the policy is still pi_t."""
     try:
@@ -126,9 +123,6 @@ def _batches(run: Services, plan: Plan, collected: Collected, t: int, first: int
         with run.clock.phase("data"):
             batch = run.objective.minibatch(collected, items, seed)
         yield batch
-
-
-# --- training -----------------------------------------------------------------------------------------------------
 
 
 def _step(run: Services, plan: Plan, batch: TrainingBatch, state: _State, t: int, step: int) -> None:

@@ -21,20 +21,7 @@ import pyarrow.compute as pc
 from nemo_edo.config import EvaluationConfig
 from nemo_edo.data.batching import build_batch, minibatches
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import (
-    AT_BEST,
-    BEST_TEMPERATURE,
-    GREEDY,
-    NOTHING,
-    OF_ANSWERS,
-    POOLED,
-    SAMPLED_ENTROPY,
-    Evaluation,
-    Sums,
-    at_temperature,
-    kind_at,
-    plain_name,
-)
+from nemo_edo.evaluation import results
 from nemo_edo.interfaces import Policy
 from nemo_edo.metrics import answer_entropy, distinct_answers, distinct_n, pass_at_k, pooled_distinct, vote_success
 from nemo_edo.rollouts.store import Key, RolloutStore, StepScores, tokens_checksum
@@ -167,11 +154,11 @@ def meaningless(*samples: Samples) -> set[str]:
     if all(one.has_verdict.all() for one in samples):
         names.add("abstained")
     if all(answer is None for one in samples for answer in one.answers.flat):
-        names.update(OF_ANSWERS)
+        names.update(results.OF_ANSWERS)
     return names
 
 
-def plain_metrics(sampled: Samples, each: int, greedy: Samples | None = None) -> list[Sums]:
+def plain_metrics(sampled: Samples, each: int, greedy: Samples | None = None) -> list[results.Sums]:
     """Accuracy, reward, diversity, form and length of each problem's responses.
 
     What is measured among ``each`` of them is averaged over the N / ``each`` sets. Verdicts are counted where a judge
@@ -180,7 +167,7 @@ def plain_metrics(sampled: Samples, each: int, greedy: Samples | None = None) ->
     """
     size = sampled.rewards.shape[1]
     pooled = zip(*(values.tolist() for values in pooled_distinct(sampled.tokens)), strict=True)
-    rows: list[Sums] = []
+    rows: list[results.Sums] = []
     for place, of_pool in enumerate(pooled):
         tokens, answers, has_verdict = sampled.tokens[place], sampled.answers[place], sampled.has_verdict[place]
         verdicts, entropy, length = has_verdict.sum(), -sampled.logprobs[place].sum(), sampled.lengths[place].sum()
@@ -198,12 +185,12 @@ def plain_metrics(sampled: Samples, each: int, greedy: Samples | None = None) ->
             "well_formed": (sampled.well_formed[place].sum(), size),
             "response_length": (length, size),
             "abstained": (size - verdicts, size),
-            POOLED: of_pool,
-            SAMPLED_ENTROPY: NOTHING if np.isnan(entropy) else (entropy, length),
+            results.POOLED: of_pool,
+            results.SAMPLED_ENTROPY: results.NOTHING if np.isnan(entropy) else (entropy, length),
         }
         if greedy is not None:
             [judged], [success] = greedy.has_verdict[place], greedy.successes[place]
-            row = {"greedy_accuracy": (float(success), 1.0) if judged else NOTHING, **row}
+            row = {"greedy_accuracy": (float(success), 1.0) if judged else results.NOTHING, **row}
             row["abstained"] = (size - verdicts + (not judged), size + 1)
         rows.append(row)
     return rows
@@ -219,7 +206,7 @@ def votes(sampled: Samples, each: int) -> list[tuple[float, float]]:
             judged = start + np.flatnonzero(sampled.has_verdict[place, start : start + each])
             if len(judged):
                 means.append(vote_success(sampled.answers[place, judged], sampled.successes[place, judged]))
-        found.append((sum(means) / len(means), 1.0) if means else NOTHING)
+        found.append((sum(means) / len(means), 1.0) if means else results.NOTHING)
     return found
 
 
@@ -254,7 +241,7 @@ class Evaluator:
 
     def evaluate(
         self, arm: str, requests: Sequence[GenerationRequest], rollouts: int, tuning: Tuning | None = None
-    ) -> tuple[Evaluation, list[ScoredRollout]]:
+    ) -> tuple[results.Evaluation, list[ScoredRollout]]:
         """``requests``: for each problem in order, ``rollouts`` x ``config.samples`` of them, answered at every
         temperature of the config.
 
@@ -278,20 +265,20 @@ class Evaluator:
         examples.
         """
         each, (main, *others) = self.config.samples, self.config.temperature
-        greedy = Samples.of_scored(self._scored(GREEDY, requests[:: rollouts * each], 0.0, self.problems), 1)
+        greedy = Samples.of_scored(self._scored(results.GREEDY, requests[:: rollouts * each], 0.0, self.problems), 1)
         rows, sampled, scored = self._measured(requests, main, rollouts, greedy)
         first = [item for responses in minibatches(scored, rollouts * each) for item in responses[:each]]
         measured, everything = {main: rows}, [greedy, sampled]
         for temperature in others:
             measured[temperature], sampled, _ = self._measured(requests, temperature, rollouts, None)
             everything.append(sampled)
-        named = [(at_temperature(temperature), measured[temperature]) for temperature in others]
+        named = [(results.at_temperature(temperature), measured[temperature]) for temperature in others]
         unneeded = meaningless(*everything)
-        has_answers = not unneeded.issuperset(OF_ANSWERS)
+        has_answers = not unneeded.issuperset(results.OF_ANSWERS)
         if tuning is not None and has_answers:
             means = self.tuned(tuning)
             best = max(measured, key=means.get)  # the first of equals
-            named += [(AT_BEST, measured[best]), ("", [{BEST_TEMPERATURE: (best, 1.0)}] * len(rows))]
+            named += [(results.AT_BEST, measured[best]), ("", [{results.BEST_TEMPERATURE: (best, 1.0)}] * len(rows))]
         # Of another temperature all but the greedy accuracy is kept, and pass@k of the largest k alone.
         left_out = {"greedy_accuracy", *(f"pass@{k}" for k in range(1, each))}
         for suffix, others_rows in named:
@@ -309,14 +296,14 @@ class Evaluator:
                 stacklevel=2,
             )
         unneeded |= set() if has_answers else {f"vote@{each}"}
-        rows = [{name: sums for name, sums in row.items() if plain_name(name) not in unneeded} for row in rows]
-        return Evaluation.of_rows(arm, [problem.id for problem in self.problems], rows, temperature=main), first
+        rows = [{name: sums for name, sums in row.items() if results.plain_name(name) not in unneeded} for row in rows]
+        return results.Evaluation.of_rows(arm, [problem.id for problem in self.problems], rows, temperature=main), first
 
     def tuned(self, tuning: Tuning) -> dict[float, float]:
         """Each temperature's mean vote over N = ``config.samples`` responses to the tuning problems."""
         means = {}
         for temperature in self.config.temperature:
-            kind = kind_at(temperature, self.config, tuning=True)
+            kind = results.kind_at(temperature, self.config, tuning=True)
             scored = self._scored(kind, tuning.requests, temperature, tuning.problems)
             found = votes(Samples.of_scored(scored, self.config.samples), self.config.samples)
             sums, counts = map(math.fsum, zip(*found, strict=True))
@@ -325,9 +312,9 @@ class Evaluator:
 
     def _measured(
         self, requests: Sequence[GenerationRequest], temperature: float, rollouts: int, greedy: Samples | None
-    ) -> tuple[list[Sums], Samples, list[ScoredRollout]]:
+    ) -> tuple[list[results.Sums], Samples, list[ScoredRollout]]:
         each = self.config.samples
-        scored = self._scored(kind_at(temperature, self.config), requests, temperature, self.problems)
+        scored = self._scored(results.kind_at(temperature, self.config), requests, temperature, self.problems)
         sampled = Samples.of_scored(scored, rollouts * each)
         rows = plain_metrics(sampled, each, greedy)
         if self.policy is not None:  # the exact entropy of each problem's responses in the first rollout
@@ -338,13 +325,13 @@ class Evaluator:
             sums = (entropies * batch.mask).sum(dim=1).reshape(-1, each).sum(dim=1)
             counts = batch.mask.sum(dim=1).reshape(-1, each).sum(dim=1)
             for row, pair in zip(rows, zip(sums.tolist(), counts.tolist(), strict=True), strict=True):
-                del row[SAMPLED_ENTROPY]
+                del row[results.SAMPLED_ENTROPY]
                 row["entropy"] = pair
         for row, vote in zip(rows, votes(sampled, each), strict=True):
             row[f"vote@{each}"] = vote
             correct, judged = map(int, row["accuracy"])
             for k in range(1, each + 1):
-                row[f"pass@{k}"] = (pass_at_k(judged, correct, k), 1.0) if k <= judged else NOTHING
+                row[f"pass@{k}"] = (pass_at_k(judged, correct, k), 1.0) if k <= judged else results.NOTHING
         return rows, sampled, scored
 
     def _scored(

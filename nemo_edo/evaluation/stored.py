@@ -23,20 +23,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from nemo_edo.errors import UserError
+from nemo_edo.evaluation import results
 from nemo_edo.evaluation.evaluator import Samples, meaningless, plain_metrics
-from nemo_edo.evaluation.results import (
-    JUDGE_AND_RULES,
-    NOTHING,
-    OF_ANSWERS,
-    POOLED,
-    SAMPLED_ENTROPY,
-    Evaluation,
-    Sums,
-    metric_name,
-    paired_interval,
-    require_same_problems,
-    short_interval,
-)
 from nemo_edo.metrics import Interval, holm
 from nemo_edo.metrics.paired import cohen_kappa
 from nemo_edo.metrics.pass_at_k import pass_at_k
@@ -46,12 +34,12 @@ ORACLE = "oracle"
 Scores = Mapping[str, np.ndarray]
 """name -> [P, N], one score for each response; best-of-k takes the highest score."""
 PLAIN = (
-    *("greedy_accuracy", "accuracy", "reward", *(f"distinct_{n}" for n in range(1, 5)), POOLED),
+    *("greedy_accuracy", "accuracy", "reward", *(f"distinct_{n}" for n in range(1, 5)), results.POOLED),
     *("distinct_answers", "answer_entropy"),
-    SAMPLED_ENTROPY,
-    *("well_formed", "response_length", "abstained", *JUDGE_AND_RULES),
+    results.SAMPLED_ENTROPY,
+    *("well_formed", "response_length", "abstained", *results.JUDGE_AND_RULES),
 )
-COMPARED = ("greedy_accuracy", "accuracy", "distinct_4", SAMPLED_ENTROPY)
+COMPARED = ("greedy_accuracy", "accuracy", "distinct_4", results.SAMPLED_ENTROPY)
 """Plain metrics that are tested between arms, along with each curve at its largest k."""
 FEWEST_PATTERNS = 10_000
 """Sign patterns of a test: Holm's correction for many tests needs small p-values."""
@@ -98,7 +86,7 @@ def analyse(
     subsets: int,
     seed: int,
     temperature: float = 1.0,
-) -> Evaluation:
+) -> results.Evaluation:
     """The stored responses' metrics, problem by problem.
 
     Those of an evaluation (``plain_metrics``), entropy_sampled (nats: minus the mean log-probability of the sampled
@@ -126,18 +114,18 @@ def analyse(
         compared = sampled.rules[place] >= 0
         judge, rules = sampled.rewards[place, compared] == 1, sampled.rules[place, compared] == 1
         agreement = ((judge == rules).sum(), judge.sum(), rules.sum())
-        row |= {n: (float(c), float(compared.sum())) for n, c in zip(JUDGE_AND_RULES, agreement, strict=True)}
+        row |= {n: (float(c), float(compared.sum())) for n, c in zip(results.JUDGE_AND_RULES, agreement, strict=True)}
         row |= _curves(sampled, place, scores, subsets, seed)
     unneeded = meaningless(greedy, sampled)
-    if unneeded.issuperset(OF_ANSWERS):
+    if unneeded.issuperset(results.OF_ANSWERS):
         unneeded.update(name for name in rows[0] if name.startswith(("majority@", "weighted@")))
     if (sampled.rules < 0).all():
-        unneeded.update(JUDGE_AND_RULES)
+        unneeded.update(results.JUDGE_AND_RULES)
     kept_rows = [{name: pair for name, pair in row.items() if name not in unneeded} for row in rows]
-    return Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature)
+    return results.Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature)
 
 
-def _curves(sampled: Samples, place: int, scores: Scores, subsets: int, seed: int) -> Sums:
+def _curves(sampled: Samples, place: int, scores: Scores, subsets: int, seed: int) -> results.Sums:
     """Every curve of a problem at each k up to N; nothing beyond the number of its responses with a verdict."""
     with_verdict = np.flatnonzero(sampled.has_verdict[place])
     right, answers = sampled.successes[place, with_verdict], sampled.answers[place, with_verdict].tolist()
@@ -155,7 +143,7 @@ def _curves(sampled: Samples, place: int, scores: Scores, subsets: int, seed: in
         if weighs(scores_PN):
             curves[f"weighted@{{}}/{name}"] = vote_curve(answers, right, circles, own) if judged else ()
     return {
-        family.format(k): (float(curve[k - 1]), 1.0) if k <= len(curve) else NOTHING
+        family.format(k): (float(curve[k - 1]), 1.0) if k <= len(curve) else results.NOTHING
         for family, curve in curves.items()
         for k in range(1, total + 1)
     }
@@ -241,7 +229,7 @@ def _shares_of_ranks(n: int) -> np.ndarray:
 # --- as text ----------------------------------------------------------------------------------------------------------
 
 
-def families(evaluation: Evaluation) -> dict[str, list[int]]:
+def families(evaluation: results.Evaluation) -> dict[str, list[int]]:
     """Each curve, as its name with {} for k, and the k that it was measured at."""
     found: dict[str, list[int]] = {}
     for name in filter(evaluation.has, evaluation.metrics):
@@ -250,15 +238,17 @@ def families(evaluation: Evaluation) -> dict[str, list[int]]:
     return found
 
 
-def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -> str:
+def table(evaluations: Mapping[str, results.Evaluation], *, resamples: int, seed: int) -> str:
     """One block for each arm, in at most 100 columns: its plain metrics, and its curves with intervals under them."""
     blocks = []
     for label, evaluation in evaluations.items():
         found = evaluation.intervals(resamples=resamples, seed=seed)
         lines = [f"{label}: {len(evaluation.problems)} problems, temperature {evaluation.temperature:g}"]
         for name, one in ((name, found[name]) for name in PLAIN if name in found):
-            lines.append(f"  {metric_name(name):<38}{_number(one.mean)}  [{_number(one.low)}, {_number(one.high)}]")
-        if evaluation.has(JUDGE_AND_RULES[0]):
+            lines.append(
+                f"  {results.metric_name(name):<38}{_number(one.mean)}  [{_number(one.low)}, {_number(one.high)}]"
+            )
+        if evaluation.has(results.JUDGE_AND_RULES[0]):
             lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
         curves = families(evaluation)
         largest = max((k for measured in curves.values() for k in measured), default=1)
@@ -269,24 +259,24 @@ def table(evaluations: Mapping[str, Evaluation], *, resamples: int, seed: int) -
             cells = [found.get(family.format(k)) for k in sizes]
             lines.append(_line(family.format("k"), [one and _number(one.mean) for one in cells]))
             if not family.startswith("tokens@"):
-                lines.append(_line("", [one and short_interval(one) for one in cells]))
+                lines.append(_line("", [one and results.short_interval(one) for one in cells]))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def kappa(evaluation: Evaluation) -> float:
+def kappa(evaluation: results.Evaluation) -> float:
     """Cohen's kappa of judge and rules, from the totals over problems."""
-    same, judge, rules = (round(evaluation.metrics[name][0].sum()) for name in JUDGE_AND_RULES)
-    compared = round(evaluation.metrics[JUDGE_AND_RULES[0]][1].sum())
+    same, judge, rules = (round(evaluation.metrics[name][0].sum()) for name in results.JUDGE_AND_RULES)
+    compared = round(evaluation.metrics[results.JUDGE_AND_RULES[0]][1].sum())
     both = (judge + rules - (compared - same)) // 2
     return cohen_kappa(both, judge - both, rules - both, compared - judge - rules + both)
 
 
 def differences(
-    evaluations: Mapping[str, Evaluation], baseline: str, *, resamples: int, seed: int
+    evaluations: Mapping[str, results.Evaluation], baseline: str, *, resamples: int, seed: int
 ) -> tuple[Tested, ...]:
     """Every other arm against the baseline. Raises UserError where two answered different problems."""
-    require_same_problems(evaluations)
+    results.require_same_problems(evaluations)
     base, tests = evaluations[baseline], []
     for label, evaluation in evaluations.items():
         curves = [family.format(max(sizes)) for family, sizes in families(evaluation).items()]
@@ -297,7 +287,9 @@ def differences(
                 continue
             ours, theirs = evaluation.metrics[metric], base.metrics[metric]
             size = max(resamples, FEWEST_PATTERNS)
-            tests.append(Tested(label, metric, *paired_interval(metric, ours, theirs, resamples=size, seed=seed)))
+            tests.append(
+                Tested(label, metric, *results.paired_interval(metric, ours, theirs, resamples=size, seed=seed))
+            )
     adjusted = holm([one.p for one in tests])
     return tuple(replace(one, p=float(p)) for one, p in zip(tests, adjusted, strict=True))
 
@@ -309,7 +301,9 @@ def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
     ]
     for one in tested:
         interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
-        lines.append(f"  {one.arm:<24} {metric_name(one.metric):<34} {interval}  {one.detectable:.4f}  p = {one.p:.3g}")
+        lines.append(
+            f"  {one.arm:<24} {results.metric_name(one.metric):<34} {interval}  {one.detectable:.4f}  p = {one.p:.3g}"
+        )
     return "\n".join(lines)
 
 

@@ -37,16 +37,8 @@ from nemo_edo.config.compose import ConfigError
 from nemo_edo.config.run import START
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
+from nemo_edo.experiments import study_table
 from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
-from nemo_edo.experiments.study_table import (
-    CellKey,
-    append_rows,
-    cell_of,
-    cell_rows,
-    config_digest,
-    read_rows,
-    stopped_row,
-)
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.wording import did_you_mean
 
@@ -87,7 +79,7 @@ class StudyCell(Cell):
     seed: int
 
     @property
-    def key(self) -> CellKey:
+    def key(self) -> study_table.CellKey:
         return self.task, self.arm, self.dose, self.seed
 
     @property
@@ -163,7 +155,7 @@ class Study(Grid):
 
     def unfinished(self) -> list[StudyCell]:
         """The trainings that the table does not have."""
-        done = {cell_of(row) for row in read_rows(self.table)}
+        done = {study_table.cell_of(row) for row in study_table.read_rows(self.table)}
         return [cell for cell in self.cells if cell.key not in done]
 
     def left(self) -> list[Cell]:
@@ -184,11 +176,17 @@ class Study(Grid):
         if status == STOPPED_BY_GUARD and not is_start:
             [*_, reason] = re.findall(r"stopped by a guard: (.*)", self.log(cell).read_text(encoding="utf-8"))
             commit = _commit(self.run_folder(self.start(cell.task, cell.seed)))
-            append_rows(self.table, [stopped_row(cell.key, cell.cfg, cpu_seconds, commit, reason)])
+            study_table.append_rows(
+                self.table, [study_table.stopped_row(cell.key, cell.cfg, cpu_seconds, commit, reason)]
+            )
         elif status:
             return False
-        elif cell.key not in {cell_of(row) for row in read_rows(self.table)}:  # a start may be run again
-            append_rows(self.table, cell_rows(cell.key, cell.cfg, folder, cpu_seconds, _commit(folder)))
+        elif cell.key not in {
+            study_table.cell_of(row) for row in study_table.read_rows(self.table)
+        }:  # a start may be run again
+            study_table.append_rows(
+                self.table, study_table.cell_rows(cell.key, cell.cfg, folder, cpu_seconds, _commit(folder))
+            )
             if self.keep == "nothing" and not is_start:
                 shutil.rmtree(folder.path)
             elif self.keep == "results" and not is_start:
@@ -230,21 +228,21 @@ def status_lines(study: Study) -> list[str]:
 def changed_cells(study: Study) -> list[StudyCell]:
     """Finished cells whose settings have changed since, one for each arm and dose of a task: seeds differ in no other
     setting."""
-    digests = {cell_of(row): row["config"] for row in read_rows(study.table)}
+    digests = {study_table.cell_of(row): row["config"] for row in study_table.read_rows(study.table)}
     finished = {(cell.task, cell.arm, cell.dose): cell for cell in study.cells if cell.key in digests}
-    return [cell for cell in finished.values() if config_digest(cell.cfg) != digests[cell.key]]
+    return [cell for cell in finished.values() if study_table.config_digest(cell.cfg) != digests[cell.key]]
 
 
 def cpu_hours_left(study: Study) -> float | None:
     """From the mean CPU seconds of the finished cells of each task, or of all where a task has none, with the warm-ups
     that are missing; None before the first cell."""
-    seconds = {cell_of(row): float(row["cpu_seconds"]) for row in read_rows(study.table)}
+    seconds = {study_table.cell_of(row): float(row["cpu_seconds"]) for row in study_table.read_rows(study.table)}
     trained = {key: cost for key, cost in seconds.items() if key[1] != START}
     starts = {key: cost for key, cost in seconds.items() if key[1] == START}
     if not trained:
         return None
 
-    def mean(costs: Mapping[CellKey, float], task: str) -> float:
+    def mean(costs: Mapping[study_table.CellKey, float], task: str) -> float:
         return fmean([cost for key, cost in costs.items() if key[0] == task] or costs.values())
 
     left = study.unfinished()
@@ -260,7 +258,9 @@ def verdict_lines(study: Study) -> list[str]:
     from nemo_edo.experiments.verdict import gains, markdown, verdict  # loads pandas
 
     wanted = {cell.key for cell in study.cells}
-    found = gains([row for row in read_rows(study.table) if cell_of(row) in wanted], study.baselines)
+    found = gains(
+        [row for row in study_table.read_rows(study.table) if study_table.cell_of(row) in wanted], study.baselines
+    )
     return [verdict(found), markdown(found)]
 
 

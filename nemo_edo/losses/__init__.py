@@ -15,12 +15,7 @@ from nemo_edo.losses.advantages import (
     solved_groups,
 )
 from nemo_edo.losses.checks import NotFinite, one_check, without_checks
-from nemo_edo.losses.exploration import (
-    exploration_noise_term,
-    exploration_per_token,
-    exploration_term,
-    floor_share,
-)
+from nemo_edo.losses.exploration import exploration_noise_term, exploration_per_token, exploration_term, floor_share
 from nemo_edo.losses.importance import (
     icepop_weights,
     sampler_gap,

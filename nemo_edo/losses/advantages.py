@@ -102,11 +102,7 @@ def group_advantages(
 
 
 def informative_groups(
-    rewards: Tensor | Sequence[float],
-    group_ids: GroupIds,
-    *,
-    low: float | None = None,
-    high: float | None = None,
+    rewards: Tensor | Sequence[float], group_ids: GroupIds, *, low: float | None = None, high: float | None = None
 ) -> Tensor:
     """[B] bool: True where the response's group has rewards that differ (dynamic sampling, DAPO, Yu et al. 2025).
 
@@ -338,12 +334,7 @@ def redundancy_shares(
 
 
 def novelty_advantages(
-    advantages: Tensor,
-    shares: Tensor,
-    correct: Tensor | Sequence[bool],
-    group_ids: GroupIds,
-    *,
-    strength: float,
+    advantages: Tensor, shares: Tensor, correct: Tensor | Sequence[bool], group_ids: GroupIds, *, strength: float
 ) -> Tensor:
     """A_i - strength * (w_i - mean of w over the group's correct responses) for correct responses; others keep A_i.
 

@@ -16,15 +16,8 @@ from torch import Tensor
 
 from nemo_edo.config import GRPOLossConfig
 from nemo_edo.config.checks import require
+from nemo_edo.losses import exploration
 from nemo_edo.losses.checks import checked, constant, one_check, require_finite, require_values
-from nemo_edo.losses.exploration import (
-    below_floor,
-    first_tokens,
-    noise_weights,
-    step_weight,
-    weighted,
-    weighted_log_ratio,
-)
 from nemo_edo.losses.importance import sampler_weights
 from nemo_edo.losses.term import LossTerm, Reduction, kl_per_token, per_token, read_tokens, token_means
 
@@ -61,8 +54,8 @@ def reinforce_config(**changes: Any) -> GRPOLossConfig:
 
 
 def _variant(changes: dict[str, Any], **settings: Any) -> GRPOLossConfig:
-    exploration = {} if changes.get("exploration_coefficient") is not None else {"alpha": 0.0}
-    return GRPOLossConfig(**{**exploration, **settings, **changes})
+    off = {} if changes.get("exploration_coefficient") is not None else {"alpha": 0.0}
+    return GRPOLossConfig(**{**off, **settings, **changes})
 
 
 @checked
@@ -149,7 +142,7 @@ def grpo_loss(
     Raises ValueError as ``reduce_tokens`` does, for ratios that overflow, and for a missing ref_logprobs,
     sampler_logprobs or selected.
     """
-    weight = step_weight(config, exploration_weight)
+    weight = exploration.step_weight(config, exploration_weight)
     valid, (advantages, logprobs, old_logprobs, ref_logprobs, sampler_logprobs, factors, selected) = read_tokens(
         mask,
         on_empty,
@@ -171,11 +164,11 @@ def grpo_loss(
         surrogate = torch.where(selected, surrogate.detach(), surrogate)
     # Each term's values, which are reduced together, and its factor in the loss. Where that is 0 the term is a metric
     # alone: adding 0 * term would not be bit-equal to GRPO.
-    terms, factor_of = {"policy_loss": -weighted(surrogate, weights)}, {"policy_loss": 1.0}
+    terms, factor_of = {"policy_loss": -exploration.weighted(surrogate, weights)}, {"policy_loss": 1.0}
     # eq. 14, its KL estimated by |log-ratio| as in the authors' code, who take the unclipped surrogate for all tokens;
     # our clip stays on.
     if selected is not None and config.covariance_control == "kl-cov":
-        terms["kl_cov"] = torch.where(selected, weighted(log_ratio.abs(), weights), 0.0)
+        terms["kl_cov"] = torch.where(selected, exploration.weighted(log_ratio.abs(), weights), 0.0)
         factor_of["kl_cov"] = config.kl_cov_coefficient
     if ref_logprobs is not None:
         trained = logprobs if config.beta > 0 else logprobs.detach()
@@ -196,7 +189,7 @@ def grpo_loss(
         if factor_of[name] != 0:
             loss = loss.plus(reduced_terms[name], factor_of[name])
     tokens = {"log_ratio": log_ratio, **_clipped(held)}
-    tokens["floor_fraction"] = below_floor(log_ratio, config.log_ratio_floor)
+    tokens["floor_fraction"] = exploration.below_floor(log_ratio, config.log_ratio_floor)
     if selected is not None:
         tokens["selected_fraction"] = selected
     means = {name: term.detached() for name, term in reduced_terms.items()}
@@ -283,12 +276,14 @@ def _exploration(
 ) -> Tensor:
     """[B, T]: the exploration term's values with all of config's weights."""
     if factors is not None:
-        weights = weighted(factors, weights)
+        weights = exploration.weighted(factors, weights)
     if config.exploration_tokens is not None:
-        weights = weighted(first_tokens(valid, config.exploration_tokens).to(log_ratio.dtype), weights)
+        weights = exploration.weighted(
+            exploration.first_tokens(valid, config.exploration_tokens).to(log_ratio.dtype), weights
+        )
     if config.exploration_control == "noise":
-        weights = noise_weights(log_ratio, weights)
-    return weighted_log_ratio(log_ratio, weights, config.log_ratio_floor)
+        weights = exploration.noise_weights(log_ratio, weights)
+    return exploration.weighted_log_ratio(log_ratio, weights, config.log_ratio_floor)
 
 
 def _selected_tokens(selected: Tensor | None, control: str) -> Tensor | None:

@@ -15,15 +15,7 @@ import numpy as np
 import scipy
 from numpy.typing import ArrayLike
 
-from nemo_edo.metrics.intervals import (
-    Interval,
-    check_level,
-    chunks,
-    paired_bootstrap,
-    paired_share_interval,
-    ratio_data,
-    whole_number,
-)
+from nemo_edo.metrics import intervals
 
 Results = ArrayLike | Mapping[Hashable, float]
 """[P], or a mapping by problem id."""
@@ -82,7 +74,7 @@ def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: 
     exact; otherwise p = (1 + hits) / (1 + resamples) over random patterns (Phipson and Smyth 2010), fixed by ``seed``.
     Raises ValueError for problems that differ, no problem, values that are not finite, and resamples below 1.
     """
-    resamples = whole_number("resamples", resamples, least=1)
+    resamples = intervals.whole_number("resamples", resamples, least=1)
     _, a_P, b_P = _paired(values_a, values_b)
     differences_P = (a_P - b_P)[a_P != b_P]  # a sign does not change 0
     total, size = differences_P.sum(), len(differences_P)
@@ -91,7 +83,7 @@ def paired_permutation_test(values_a: Results, values_b: Results, *, resamples: 
     exact = size < 63 and 2**size <= resamples
     num_patterns = 2**size if exact else resamples
     rng, hits = np.random.default_rng(seed), 0
-    for rows in chunks(num_patterns, max(size, 1)):
+    for rows in intervals.chunks(num_patterns, max(size, 1)):
         if exact:
             flipped_RP = np.arange(rows.start, rows.stop)[:, None] >> np.arange(size) & 1
         else:
@@ -110,7 +102,7 @@ def paired_difference(
     seed: int,
     level: float = 0.95,
     share: bool = True,
-) -> tuple[Interval, float]:
+) -> tuple[intervals.Interval, float]:
     """The ratio of a minus that of b on the same problems, with its interval, and the two-sided p-value of none: one
     test, so that the p-value is at most 1 - level exactly where the interval leaves out 0.
 
@@ -121,9 +113,9 @@ def paired_difference(
     be rejected: the interval has 0, and with one or two it is that of ``paired_share_interval`` (of what is no
     ``share``: the bootstrap's). Raises ValueError as these do.
     """
-    check_level(level)
-    resamples = whole_number("resamples", resamples, least=1)
-    sums_MP, counts_MP = ratio_data((sums_a, counts_a), (sums_b, counts_b))
+    intervals.check_level(level)
+    resamples = intervals.whole_number("resamples", resamples, least=1)
+    sums_MP, counts_MP = intervals.ratio_data((sums_a, counts_a), (sums_b, counts_b))
     totals_M = counts_MP.sum(axis=1)
     ratios_M = sums_MP.sum(axis=1) / totals_M
     asked = (counts_MP > 0).any(axis=0)
@@ -140,19 +132,19 @@ def paired_difference(
     different = int((np.abs(d_P) > rounding).sum())
     if different < FEWEST_DIFFERENT:
         if different < 3:
-            of = paired_share_interval if share else paired_bootstrap
+            of = intervals.paired_share_interval if share else intervals.paired_bootstrap
             few = of(sums_a, counts_a, sums_b, counts_b, resamples=resamples, seed=seed, level=level)
             low, high = few.low, few.high
         low, high, p = min(low, 0.0), max(high, 0.0), max(p, 1 - level)
     most = 1.0 if share else math.inf
-    return Interval(mean, float(np.clip(low, -most, mean)), float(np.clip(high, mean, most))), p
+    return intervals.Interval(mean, float(np.clip(low, -most, mean)), float(np.clip(high, mean, most))), p
 
 
 def _means_of_halves(d_P: np.ndarray, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """[R] twice: the smaller and the larger of the means of a random set of problems and of the others."""
     size, total, rng = len(d_P), d_P.sum(), np.random.default_rng(seed)
     lower_R, upper_R = np.empty((2, resamples))
-    for rows in chunks(resamples, size):
+    for rows in intervals.chunks(resamples, size):
         inside = rng.integers(0, 2, size=(rows.stop - rows.start, size), dtype=np.int8)
         count, part = inside.sum(axis=1, dtype=np.int64), inside @ d_P
         sets = part / np.maximum(count, 1), (total - part) / np.maximum(size - count, 1)
@@ -185,7 +177,7 @@ def cohen_kappa(both: int, only_first: int, only_second: int, neither: int) -> f
     say the same of everything, also if that is one and the same answer, where the quotient is 0 / 0.
     Raises ValueError for counts that are negative or all 0.
     """
-    total = sum(whole_number("a count", count, least=0) for count in (both, only_first, only_second, neither))
+    total = sum(intervals.whole_number("a count", count, least=0) for count in (both, only_first, only_second, neither))
     if total == 0:
         raise ValueError("all counts are 0: nothing was rated")
     first, second = both + only_first, both + only_second

@@ -21,13 +21,7 @@ from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from nemo_edo.config import (
-    LoRAConfig,
-    ModelConfig,
-    ParallelismConfig,
-    PrecisionConfig,
-    SFTConfig,
-)
+from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig, SFTConfig
 from nemo_edo.data.shares import MicroBatching, Share, cut, require_tokens
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.losses import reduction_count, sft_loss

@@ -21,21 +21,9 @@ from nemo_edo.config.run import REPLICATE
 from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, ratio_intervals
 from nemo_edo.evaluation.stored import families
 from nemo_edo.metrics import Interval
+from nemo_edo.report import plotting
 from nemo_edo.report.comparison import Comparison, Estimate
 from nemo_edo.report.conclusions import direction, plain, signed
-from nemo_edo.report.plotting import (
-    MOST_MARKERS,
-    START_COLOR,
-    ArmStyle,
-    Chart,
-    Line,
-    Styles,
-    arm_styles,
-    chart,
-    interval_line,
-    line_chart,
-    over_seeds,
-)
 from nemo_edo.report.run_set import START_LABEL, Trained, setting
 
 FEWEST_ALPHAS = 3
@@ -96,9 +84,11 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
 
     metrics: those of the table on the first screen. Charts of what only some runs have, responses stored for
     more compute at test time, several alphas or test results during training, are not missed."""
-    styles = arm_styles({START: START_LABEL} | comparison.labels)
+    styles = plotting.arm_styles({START: START_LABEL} | comparison.labels)
     if comparison.replicate:
-        styles[REPLICATE] = ArmStyle(f"{comparison.replicate}, replicate", START_COLOR, "longdash", "circle")
+        styles[REPLICATE] = plotting.ArmStyle(
+            f"{comparison.replicate}, replicate", plotting.START_COLOR, "longdash", "circle"
+        )
     test, later = (_curves_chart(comparison, styles, row) for row in (_GREEDY, _DISTINCT))
     curves = {row.title: _curves_chart(comparison, styles, row) for row in (_REWARD, *_DIAGNOSTICS)}
     first = [forest_chart(comparison, styles, metrics), test or curves.pop(_REWARD.title)]
@@ -117,7 +107,7 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
 # --- the first screen -------------------------------------------------------------------------------------------------
 
 
-def forest_chart(comparison: Comparison, styles: Styles, metrics: list[str]) -> Chart | None:
+def forest_chart(comparison: Comparison, styles: plotting.Styles, metrics: list[str]) -> plotting.Chart | None:
     """A row for each metric, in it a mark with a 95 % interval for each arm; None without differences.
 
     With one run a grey band in each row reaches as far from zero as two trainings of the baseline lie apart.
@@ -132,7 +122,7 @@ def forest_chart(comparison: Comparison, styles: Styles, metrics: list[str]) -> 
         if metric in noise:
             edges = {"x0": -noise[metric], "x1": noise[metric], "y0": place - 0.45, "y1": place + 0.45}
             figure.add_shape(type="rect", layer="below", line_width=0, fillcolor=NOISE_COLOR, **edges)
-    figure.add_vline(0, line={"color": START_COLOR, "width": 1})
+    figure.add_vline(0, line={"color": plotting.START_COLOR, "width": 1})
     for index, arm in enumerate(arms):
         offset = SPREAD * ((index + 0.5) / len(arms) - 0.5)
         cells = {place: one for place, metric in enumerate(rows) if (one := comparison.difference(arm, metric))}
@@ -154,10 +144,10 @@ def forest_chart(comparison: Comparison, styles: Styles, metrics: list[str]) -> 
     caption = f"95 % intervals over {'the test problems' if comparison.is_one else 'seeds'}."
     if noise:
         caption += f" Grey: how far apart two trainings of {comparison.replicate} ended, a single measure of the noise."
-    return chart("differences", f"Differences from {baseline}", caption, figure, [styles[arm] for arm in arms])
+    return plotting.chart("differences", f"Differences from {baseline}", caption, figure, [styles[arm] for arm in arms])
 
 
-def _mark(style: ArmStyle, size: int) -> dict:
+def _mark(style: plotting.ArmStyle, size: int) -> dict:
     marker = {"symbol": style.symbol, "size": size, "color": style.color}
     return {"mode": "markers", "name": html.escape(style.label), "marker": marker}
 
@@ -171,7 +161,7 @@ def _bars(cells: Sequence[Estimate], **options: object) -> dict:
 # --- over the training ------------------------------------------------------------------------------------------------
 
 
-def _curves_chart(comparison: Comparison, styles: Styles, curves: Curves) -> Chart | None:
+def _curves_chart(comparison: Comparison, styles: plotting.Styles, curves: Curves) -> plotting.Chart | None:
     key, title, caption, kind, y, y_title = curves
     trained, x_title = {arm: found for arm, found in comparison.runs.policies.items() if arm != START}, "iteration"
     if kind == "sft_step":
@@ -180,14 +170,14 @@ def _curves_chart(comparison: Comparison, styles: Styles, curves: Curves) -> Cha
     lines = {}
     for arm, by_seed in trained.items():
         of_seeds = [_by_x(one, kind, y) for one in by_seed.values()]
-        lines[arm] = of_seeds[0] if comparison.is_one else over_seeds([one["y"] for one in of_seeds])
+        lines[arm] = of_seeds[0] if comparison.is_one else plotting.over_seeds([one["y"] for one in of_seeds])
     temperatures = {f"{setting(record, 'sampling.temperature'):g}": None for record in comparison.runs.records}
     band = SEEDS_BAND if not comparison.is_one else PROBLEMS_BAND if kind == "evaluation" else ""
     caption = caption.format(" or ".join(temperatures)) + band
-    return line_chart(key, title, caption, lines, styles, x_title=x_title, y_title=y_title)
+    return plotting.line_chart(key, title, caption, lines, styles, x_title=x_title, y_title=y_title)
 
 
-def _by_x(trained: Trained, kind: str, y: str) -> Line:
+def _by_x(trained: Trained, kind: str, y: str) -> plotting.Line:
     """The values by iteration: the last of a collection, the mean of optimizer steps, the last of an evaluation with
     its interval, where there are evaluations during training. Those of the warm-up by the last step of a block of
     steps, as its mean."""
@@ -201,7 +191,7 @@ def _by_x(trained: Trained, kind: str, y: str) -> Line:
         ends = [[cell.get(end) for end in ("mean", "low", "high")] for cell in cells.values()]
         return pd.DataFrame(ends, list(cells), ["y", "low", "high"], dtype=float)
     if kind == "sft_step":
-        size = max(math.ceil(len(lines) / MOST_MARKERS), 1)
+        size = max(math.ceil(len(lines) / plotting.MOST_MARKERS), 1)
         x = np.ceil(lines["step"] / size) * size
     return lines[y].groupby(x).mean().to_frame("y")
 
@@ -209,7 +199,7 @@ def _by_x(trained: Trained, kind: str, y: str) -> Line:
 # --- diversity --------------------------------------------------------------------------------------------------------
 
 
-def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
+def _matched_chart(comparison: Comparison, styles: plotting.Styles) -> plotting.Chart | None:
     accuracies = comparison.matched.accuracies
     caption = (
         "Each mark is one collection on the training problems; the policy moves right as it learns. Compare arms where "
@@ -228,13 +218,15 @@ def _matched_chart(comparison: Comparison, styles: Styles) -> Chart | None:
     lines = {}
     for arm, by_seed in comparison.arms.items():
         curves = {y: [_by_x(one, "collection", y) for one in by_seed.values()] for y in ("reward", "entropy")}
-        reward, entropy = (over_seeds([one["y"] for one in found])["y"] for found in curves.values())
+        reward, entropy = (plotting.over_seeds([one["y"] for one in found])["y"] for found in curves.values())
         lines[arm] = pd.DataFrame({"y": entropy.to_numpy()}, reward)
     axes = {"x_title": "sampled training accuracy", "y_title": "entropy (nats)"}
-    return line_chart("matched", "Entropy against accuracy", caption, lines, styles, marks=marks, level=level, **axes)
+    return plotting.line_chart(
+        "matched", "Entropy against accuracy", caption, lines, styles, marks=marks, level=level, **axes
+    )
 
 
-def _frontier(comparison: Comparison, styles: Styles) -> Chart | None:
+def _frontier(comparison: Comparison, styles: plotting.Styles) -> plotting.Chart | None:
     metric = largest(comparison.metrics, "vote@") or "greedy_accuracy"
     pairs = {arm: (comparison.cell(arm, "distinct_4"), comparison.cell(arm, metric)) for arm in comparison.arms}
     cells = {arm: pair for arm, pair in pairs.items() if all(pair)}
@@ -242,7 +234,7 @@ def _frontier(comparison: Comparison, styles: Styles) -> Chart | None:
         return None
     means = {arm: (x.interval.mean, y.interval.mean) for arm, (x, y) in cells.items()}
     xs, ys = zip(*(means[arm] for arm in pareto_front(means)), strict=True)
-    figure, dashed = go.Figure(), {"color": START_COLOR, "width": 1, "dash": "dash"}
+    figure, dashed = go.Figure(), {"color": plotting.START_COLOR, "width": 1, "dash": "dash"}
     figure.add_scatter(x=xs, y=ys, mode="lines", line=dashed, hoverinfo="skip")
     for arm, pair in cells.items():
         bars = [_bars([cell], thickness=1, color=styles[arm].faded(0.5)) if cell.known else None for cell in pair]
@@ -257,7 +249,9 @@ def _frontier(comparison: Comparison, styles: Styles) -> Chart | None:
         "means; differences along it that are smaller than the intervals are not evidence."
     )
     title = f"Frontier: {metric_name(metric)} against Distinct-4"
-    return chart(f"frontier-{metric.replace('@', '-')}", title, caption, figure, [styles[arm] for arm in cells])
+    return plotting.chart(
+        f"frontier-{metric.replace('@', '-')}", title, caption, figure, [styles[arm] for arm in cells]
+    )
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -270,7 +264,7 @@ def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
     return sorted(front, key=points.__getitem__)
 
 
-def _alpha_charts(comparison: Comparison) -> list[Chart | None]:
+def _alpha_charts(comparison: Comparison) -> list[plotting.Chart | None]:
     """The voted accuracy and Distinct-4 against alpha, a line for each family of arms that differ in alpha alone."""
     families: dict[str, dict[float, str]] = {family: {} for family in ALPHA_FAMILIES}
     for arm, by_seed in comparison.arms.items():
@@ -280,39 +274,41 @@ def _alpha_charts(comparison: Comparison) -> list[Chart | None]:
                 families[family][settings.alpha] = arm
     families = {family: dict(sorted(arms.items())) for family, arms in families.items() if len(arms) >= FEWEST_ALPHAS}
     alphas = sorted({alpha for arms in families.values() for alpha in arms})
-    charts, styles = [], arm_styles({family: family for family in families})
+    charts, styles = [], plotting.arm_styles({family: family for family in families})
     for metric in (largest(comparison.metrics, "vote@"), "distinct_4"):
         if metric not in comparison.metrics:
             continue
         lines = {}
         for family, arms in families.items():
             cells = [comparison.cell(arm, metric) for arm in arms.values()]
-            lines[family] = interval_line([alphas.index(alpha) for alpha in arms], [c and c.interval for c in cells])
+            lines[family] = plotting.interval_line(
+                [alphas.index(alpha) for alpha in arms], [c and c.interval for c in cells]
+            )
         caption = (
             "Final policies on the test problems, with 95 % bands. Alphas are at even distances; 0 is without "
             "exploration."
         )
         key, title = f"alpha-{metric.replace('@', '-')}", f"Sensitivity to alpha: {metric_name(metric)}"
         axes = {"x_title": "alpha", "y_title": metric_name(metric), "ticks": [f"{alpha:g}" for alpha in alphas]}
-        charts.append(line_chart(key, title, caption, lines, styles, **axes))
+        charts.append(plotting.line_chart(key, title, caption, lines, styles, **axes))
     return charts
 
 
 # --- over the number of responses k -----------------------------------------------------------------------------------
 
 
-def _pass_chart(comparison: Comparison, styles: Styles) -> Chart | None:
+def _pass_chart(comparison: Comparison, styles: plotting.Styles) -> plotting.Chart | None:
     ks = [int(found[1]) for metric in comparison.metrics if (found := re.fullmatch(r"pass@(\d+)", metric))]
     lines = {}
     for arm in comparison.labels:
         cells = [comparison.cell(arm, f"pass@{k}") for k in ks]
-        lines[arm] = interval_line(ks, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
+        lines[arm] = plotting.interval_line(ks, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
     caption = "Chance that at least one of k responses is correct (unbiased estimate)."
     caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-    return line_chart("pass", "pass@k", caption, lines, styles, x_title="responses (k)", y_title="pass@k")
+    return plotting.line_chart("pass", "pass@k", caption, lines, styles, x_title="responses (k)", y_title="pass@k")
 
 
-def _stored_charts(comparison: Comparison, styles: Styles) -> list[Chart | None]:
+def _stored_charts(comparison: Comparison, styles: plotting.Styles) -> list[plotting.Chart | None]:
     """Votes, pass@k and best-of-k by each score over the responses that ``evaluate --stored`` looked at, against k,
     with the tokens of k responses; empty where nothing is stored."""
     evaluations = {
@@ -336,20 +332,20 @@ def _stored_charts(comparison: Comparison, styles: Styles) -> list[Chart | None]
         lines = {arm: _over_k(comparison, seeds, family) for arm, seeds in evaluations.items()}
         caption = f"{caption} Computed from the stored responses to the test problems.{bands}"
         key = re.sub(r"\W", "-", "samples-" + family.replace("{}", ""))
-        charts.append(line_chart(key, title, caption, lines, styles, **axes))
+        charts.append(plotting.line_chart(key, title, caption, lines, styles, **axes))
     return charts
 
 
-def _over_k(comparison: Comparison, seeds: Sequence[Evaluation], family: str) -> Line:
+def _over_k(comparison: Comparison, seeds: Sequence[Evaluation], family: str) -> plotting.Line:
     curves = [{k: family.format(k) for k in thinned(sorted(families(one).get(family, ())))} for one in seeds]
     if comparison.is_one:
         resamples = setting(comparison.runs.records[0], "evaluation.bootstrap")
         pairs = {name: seeds[0].metrics[name] for name in curves[0].values()}
         intervals = ratio_intervals(pairs, resamples=resamples, seed=comparison.seeds[0])
-        line = interval_line(list(curves[0]), list(intervals.values()))
+        line = plotting.interval_line(list(curves[0]), list(intervals.values()))
     else:
         means = [{k: one.mean(name) for k, name in curve.items()} for one, curve in zip(seeds, curves, strict=True)]
-        line = over_seeds([pd.Series(one, dtype=float) for one in means])
+        line = plotting.over_seeds([pd.Series(one, dtype=float) for one in means])
     tokens = [sum(one.mean(f"tokens@{k}") for one in seeds) / len(seeds) for k in line.index]
     return line.assign(note=[f"{mean:.0f} tokens" if math.isfinite(mean) else "" for mean in tokens])
 

@@ -17,14 +17,7 @@ import pandas as pd
 
 from nemo_edo.config.run import PLAIN_LABELS, REPLICATE
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import (
-    START,
-    compared_metrics,
-    metric_order,
-    newly_solved_and_lost,
-    paired_interval,
-    seeds_interval,
-)
+from nemo_edo.evaluation import results
 from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
 from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
 from nemo_edo.report.run_set import RunSet, Trained, setting
@@ -136,7 +129,7 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
     """
     policies, first, baseline = runs.policies, runs.records[0], _baseline(runs, baseline)
     evaluated = [one.evaluation for name, found in policies.items() if name != REPLICATE for one in found.values()]
-    metrics = tuple(sorted({metric for one in evaluated for metric in one.metrics}, key=metric_order))
+    metrics = tuple(sorted({metric for one in evaluated for metric in one.metrics}, key=results.metric_order))
     bootstrap = setting(first, "evaluation.bootstrap")
     over_problems = {"resamples": bootstrap, "seed": runs.seeds[0] if runs.is_one else 0}
     table: dict[str, dict[str, Estimate]] = {}
@@ -147,11 +140,13 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         if runs.is_one:
             intervals = next(iter(found.values())).evaluation.intervals(**over_problems)
         else:
-            intervals = {metric: seeds_interval(metric, [*by_seed.values()]) for metric, by_seed in values.items()}
+            intervals = {
+                metric: results.seeds_interval(metric, [*by_seed.values()]) for metric, by_seed in values.items()
+            }
         table[name] = {metric: Estimate(by_seed, intervals[metric]) for metric, by_seed in values.items()}
 
     rows = []
-    for arm, metric in product(runs.arms, compared_metrics(metrics)):
+    for arm, metric in product(runs.arms, results.compared_metrics(metrics)):
         if baseline in (None, arm) or metric not in table[arm] or metric not in table[baseline]:
             continue
         ours, theirs = table[arm][metric].by_seed, table[baseline][metric].by_seed
@@ -161,8 +156,8 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
                 np.sum([policies[name][seed].evaluation.metrics[metric] for seed in by_seed], axis=0)
                 for name in (arm, baseline)
             ]
-            paired, _ = paired_interval(metric, *pooled, **over_problems)
-            over_seeds = seeds_interval(metric, [*by_seed.values()], differences=True)
+            paired, _ = results.paired_interval(metric, *pooled, **over_problems)
+            over_seeds = results.seeds_interval(metric, [*by_seed.values()], differences=True)
             rows.append((by_seed, paired if runs.is_one else over_seeds, arm, metric, paired))
     p_values = np.array([mean_p_value(list(by_seed.values())) for by_seed, *_ in rows])
     adjusted, tested = np.full(len(rows), math.nan), ~np.isnan(p_values)
@@ -194,7 +189,7 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         replicate=again[0][1].settings.label if again else None,
         noise=noise,
         differences=tuple(differences),
-        from_start=_changes(runs, START),
+        from_start=_changes(runs, results.START),
         from_baseline=_changes(runs, baseline) if baseline in runs.arms else {},
         matched=_matched(runs, baseline),
     )
@@ -207,7 +202,7 @@ def _baseline(runs: RunSet, wanted: str | None) -> str | None:
             raise UserError(f"--baseline: there is no arm {wanted!r}; the arms are {'; '.join(runs.labels.values())}")
         return named[0]
     if len(runs.arms) < 2:
-        return START if START in runs.policies and runs.arms else None
+        return results.START if results.START in runs.policies and runs.arms else None
     if runs.is_one:
         own, path = runs.records[0].summary["baseline"], runs.records[0].folder / "summary.json"
         if own is not None and own not in runs.arms:
@@ -223,7 +218,7 @@ def _changes(runs: RunSet, before: str) -> dict[str, dict[str, float]]:
     for arm, by_seed in runs.arms.items():
         both = [seed for seed in by_seed if seed in old and arm != before]
         pairs = [(old[seed].evaluation, by_seed[seed].evaluation) for seed in both]
-        counts = [newly_solved_and_lost(*pair) for pair in pairs if all(one.has(SOLVED_METRIC) for one in pair)]
+        counts = [results.newly_solved_and_lost(*pair) for pair in pairs if all(one.has(SOLVED_METRIC) for one in pair)]
         if counts:
             found[arm] = pd.DataFrame(counts).mean().to_dict()
     return found
@@ -255,6 +250,6 @@ def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
         for measure, arm in product(MATCHED_MEASURES, runs.arms):
             by_seed = table[table.index.get_level_values("arm") == arm][measure].droplevel("arm").dropna().to_dict()
             if by_seed:
-                interval = seeds_interval(measure, [*by_seed.values()], differences=table is apart)
+                interval = results.seeds_interval(measure, [*by_seed.values()], differences=table is apart)
                 cells[-1][measure][arm] = Estimate(by_seed, interval)
     return MatchedArms(accuracies, cells[0], cells[1], cells[2], left_out)

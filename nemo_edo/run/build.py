@@ -10,22 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_edo import config
 from nemo_edo.algorithms.collection import Objective
-from nemo_edo.config import (
-    NONE,
-    ArmConfig,
-    CheckpointConfig,
-    EarlyStopConfig,
-    EvaluationConfig,
-    GenerationConfig,
-    GRPOConfig,
-    GuardsConfig,
-    IDPOConfig,
-    ProfileConfig,
-    RunConfig,
-    SamplingConfig,
-    SFTConfig,
-)
 from nemo_edo.config.generation import PLAIN
 from nemo_edo.config.run import arm_seed
 from nemo_edo.data.model_folder import find_model
@@ -54,27 +40,27 @@ class RunSettings:
 
     trains: bool
     """False: the run only evaluates."""
-    arms: dict[str, ArmConfig]
+    arms: dict[str, config.ArmConfig]
     seeds: dict[str, int]
     """Of each arm's samples in training, and of their order."""
     seed: int
     """Of all evaluations: all arms answer with the same random numbers."""
-    sft: SFTConfig
-    sampling: SamplingConfig
-    generation: GenerationConfig
-    evaluation: EvaluationConfig
-    checkpoint: CheckpointConfig
-    early_stop: EarlyStopConfig
-    guards: GuardsConfig
+    sft: config.SFTConfig
+    sampling: config.SamplingConfig
+    generation: config.GenerationConfig
+    evaluation: config.EvaluationConfig
+    checkpoint: config.CheckpointConfig
+    early_stop: config.EarlyStopConfig
+    guards: config.GuardsConfig
     """Of the supervised training; ``Builder.guards`` completes an arm's."""
-    profile: ProfileConfig
+    profile: config.ProfileConfig
 
     @classmethod
-    def of(cls, cfg: RunConfig) -> RunSettings:
+    def of(cls, cfg: config.RunConfig) -> RunSettings:
         from nemo_edo.config.compose import arm_configs  # loads Hydra
 
         arms = arm_configs(cfg)
-        own = {"trains": cfg.algorithm != NONE, "arms": arms, "seeds": {arm: arm_seed(cfg, arm) for arm in arms}}
+        own = {"trains": cfg.algorithm != config.NONE, "arms": arms, "seeds": {arm: arm_seed(cfg, arm) for arm in arms}}
         return cls(**own, **{name: getattr(cfg, name) for name in cls.__dataclass_fields__ if name not in own})
 
     def final_iteration(self, policy: str) -> int:
@@ -86,7 +72,7 @@ class RunSettings:
 class Builder:
     """Makes the parts of a run from its config, which its stages do not see."""
 
-    def __init__(self, cfg: RunConfig, folder: RunFolder, data: Data | None = None) -> None:
+    def __init__(self, cfg: config.RunConfig, folder: RunFolder, data: Data | None = None) -> None:
         """data: needed for engines and objectives."""
         self._cfg, self._folder, self._data = cfg, folder, data
         self.servers: ServerEngine | None = None
@@ -96,7 +82,7 @@ class Builder:
     @property
     def holds_no_model(self) -> bool:
         """Whether servers have all that is evaluated, and the run's processes need neither Megatron nor a GPU."""
-        return self._cfg.algorithm == NONE and self._cfg.generation.is_served
+        return self._cfg.algorithm == config.NONE and self._cfg.generation.is_served
 
     def close(self) -> None:
         if self._comparison is not None:
@@ -107,7 +93,7 @@ class Builder:
     # --- the model ------------------------------------------------------------------------------------------------
 
     def model(
-        self, training: SFTConfig | ArmConfig, weights: Path | None = None, folder: Path | None = None
+        self, training: config.SFTConfig | config.ArmConfig, weights: Path | None = None, folder: Path | None = None
     ) -> RemotePolicy:
         """The model that ``training`` is the config of, on all workers, in place of the one that they have; with the
         weights of a checkpoint, None: the starting ones. folder: the model's; None: that of the config."""
@@ -121,7 +107,7 @@ class Builder:
             "threads": cfg.threads,
             "attention": cfg.model.attention,
             "loss_head": cfg.model.loss_head,
-            "temperature": 1.0 if isinstance(training, SFTConfig) else cfg.sampling.temperature,
+            "temperature": 1.0 if isinstance(training, config.SFTConfig) else cfg.sampling.temperature,
         }
         try:
             places = workers().call(Worker.build, training, weights, settings)
@@ -162,19 +148,19 @@ class Builder:
 
     # --- its training ---------------------------------------------------------------------------------------------
 
-    def objective(self, training: GRPOConfig | IDPOConfig, seed: int) -> Objective:
+    def objective(self, training: config.GRPOConfig | config.IDPOConfig, seed: int) -> Objective:
         """The objective of Algorithm 1 that ``training`` configures. seed: the arm's, of random choices."""
         from nemo_edo.algorithms.grpo import GRPO, OwnAdvantages
         from nemo_edo.algorithms.idpo import IDPO
 
         data = self._data
-        if isinstance(training, IDPOConfig):
+        if isinstance(training, config.IDPOConfig):
             return IDPO(training, pad_id=data.pad_id, seed=seed)
         questions = {problem.id: problem.question for problem in data.train}
         own = None if training.advantage is None else OwnAdvantages(training.advantage)
         return GRPO(training, questions, self._cfg.sampling.max_new_tokens, data.pad_id, own)
 
-    def guards(self, layers: int) -> GuardsConfig:
+    def guards(self, layers: int) -> config.GuardsConfig:
         """The config's guards; where it leaves the sampler gap's ceiling open, with that of the precision and the
         depth."""
         from nemo_edo.algorithms.guards import sampler_gap_ceiling
@@ -239,7 +225,7 @@ class Builder:
             build_sleep(cfg.generation.servers, workers()).begin(self.servers.replicas)
 
     def replicas(
-        self, generation: GenerationConfig, logs: Path, gpus: int, key: str | None = None
+        self, generation: config.GenerationConfig, logs: Path, gpus: int, key: str | None = None
     ) -> Sequence[Replica]:
         """Replicas that are not started. generation: the config's, with a place on this machine. logs: the folder of
         their logs. gpus: number of GPUs of this machine. key: what managed servers ask for; None: a new one."""
@@ -280,13 +266,13 @@ class Builder:
                 "prompt_text": lambda ids: prompt_text(data.tokenizer, ids),
                 "chats": chats if generation.servers.chat else None,
             }
-        config = model_folder(self._cfg.model, self._folder) / "config.json"
+        fields = json.loads((model_folder(self._cfg.model, self._folder) / "config.json").read_text(encoding="utf-8"))
         return kind(
             replicas,
             APIS.get(generation.backend, ServerAPI),
             generation.servers,
             stop_ids=data.stop.ids,
-            vocab_size=json.loads(config.read_text(encoding="utf-8"))["vocab_size"],
+            vocab_size=fields["vocab_size"],
             decode=data.decode,
             logprobs_after_temperature=self._logprobs_after_temperature,
             keeps_experts=generation.routing_replay,

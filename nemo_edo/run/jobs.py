@@ -291,9 +291,6 @@ def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:
     folder.note_inputs(data.made_from.changed, **asked)
 
 
-# --- after the stages ---------------------------------------------------------------------------------------------
-
-
 def _conclude(folder: RunFolder) -> None:
     """The table and the first conclusions on the terminal, and the report, which has all of them."""
     from nemo_edo.report.conclusions import terminal_table

@@ -14,16 +14,15 @@ from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation import stored
-from nemo_edo.evaluation.evaluator import Evaluator, Tuning, read_samples
+from nemo_edo.evaluation.evaluator import Evaluator, Respond, Tuning, read_samples
 from nemo_edo.evaluation.results import BEST, KINDS, Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
-from nemo_edo.interfaces import GenerationEngine, Scorer
+from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.rollouts.resumable import Parts, Watch
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore
 from nemo_edo.run.build import RunSettings
 from nemo_edo.run.services import RunServices
-from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run.tracking import SOLUTION_COLUMNS, log_table, solution_rows
 from nemo_edo.run_folder import METRICS, REPLACEMENT, SUMMARY, RunFolder, taken
@@ -31,6 +30,9 @@ from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRol
 from nemo_edo.utils.files import read_object
 from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.worker import Worker
+
+Stores = Mapping[str, RolloutStore]
+"""By kind of responses."""
 
 
 @dataclass
@@ -85,10 +87,9 @@ def evaluate_policy(
     if not final:
         config = replace(config, temperature=config.temperature[:1], tuning_problems=0)
     rollouts = config.rollouts if final else 1
-    keeping = KeepsParts(stores, iteration, settings.generation.part_size, run.stop, arm, model.engine, data.scorer)
     evaluator = Evaluator(
         policy=None if isinstance(model, ServedModel) else model,
-        respond=keeping.responses,
+        respond=_responder(run, model.engine, arm, iteration, stores),
         problems=data.test,
         config=config,
         max_new_tokens=settings.sampling.max_new_tokens,
@@ -156,40 +157,34 @@ def _log(
     run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 
-@dataclass(frozen=True)
-class KeepsParts(Watch):
-    """Keeps an evaluation's responses on disk, part by part, and takes those of a killed process from there."""
+def _responder(run: RunServices, engine: GenerationEngine, arm: str, iteration: int, stores: Stores) -> Respond:
+    """Generates an evaluation's responses and keeps them on disk part by part, from where it takes those of a killed
+    process."""
 
-    stores: Mapping[str, RolloutStore]
-    """By kind of responses."""
-    iteration: int
-    part_size: int
-    stop: StopSignal
-    arm: str
-    engine: GenerationEngine
-    scorer: Scorer
+    class Stops(Watch):
+        def alive(self) -> None:
+            run.stop.alive()
 
-    def responses(
-        self, kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams, problems: Sequence[Problem]
+        def stop_if_asked(self) -> None:
+            if run.stop.was_asked:
+                raise RunStopped(f"stopped, with the finished responses of {arm}'s evaluation saved")
+
+    def begin_part() -> None:
+        watch.alive()
+        watch.stop_if_asked()
+
+    def respond(
+        kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams, problems: Sequence[Problem]
     ) -> list[ScoredRollout]:
-        """``evaluator.Respond``."""
-        store = self.stores[kind]
-        parts = Parts(store, self.iteration, part_size=self.part_size, watch=self, begin_part=self.begin_part)
-        self.scorer.begin(parts.earlier)
-        responses = parts.responses(requests, self.engine, self.scorer, sampling, problems)
-        store.write(self.iteration, responses)
+        size, scorer = run.settings.generation.part_size, run.data.scorer
+        parts = Parts(stores[kind], iteration, part_size=size, watch=watch, begin_part=begin_part)
+        scorer.begin(parts.earlier)
+        responses = parts.responses(requests, engine, scorer, sampling, problems)
+        stores[kind].write(iteration, responses)
         return responses
 
-    def begin_part(self) -> None:
-        self.alive()
-        self.stop_if_asked()
-
-    def alive(self) -> None:
-        self.stop.alive()
-
-    def stop_if_asked(self) -> None:
-        if self.stop.was_asked:
-            raise RunStopped(f"stopped, with the finished responses of {self.arm}'s evaluation saved")
+    watch = Stops()
+    return respond
 
 
 # --- what more compute would make of stored responses ----------------------------------------------------------------
@@ -229,7 +224,7 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
 
 
 def analyse_arm(
-    folder: RunFolder, settings: RunSettings, arm: str, stores: Mapping[str, RolloutStore], temperature: float
+    folder: RunFolder, settings: RunSettings, arm: str, stores: Stores, temperature: float
 ) -> tuple[Evaluation, list[str]]:
     """What more compute makes of an arm's responses of a final evaluation, by ``KINDS``, sampled at a temperature; and
     which scores were left out and why."""

@@ -198,9 +198,6 @@ def require_finite(model: RemotePolicy, when: str, rerun: str = "resumes from th
         )
 
 
-# --- an iteration's batch on disk ---------------------------------------------------------------------------------
-
-
 def write_collected(collected: Collected, path: Path) -> None:
     """All of it in one file, which ``read_collected`` reads back to the last bit."""
     write_batch(collected.batch, {"items": collected.items, "statistics": collected.statistics}, path)

@@ -242,13 +242,7 @@ def check_trained(settings: RunSettings, folder: RunFolder, name: str, *, final:
 
 
 def check_arm(
-    settings: RunSettings,
-    folder: RunFolder,
-    name: str,
-    iteration: int,
-    *,
-    is_within: bool = False,
-    final: bool = False,
+    settings: RunSettings, folder: RunFolder, name: str, iteration: int, *, is_within: bool = False, final: bool = False
 ) -> None:
     """Raises UserError where a policy or a result is missing or damaged that an arm has left before it resumes at an
     iteration (within it: at a step of it, so that its evaluation is done), final: and at its end. Warns of responses

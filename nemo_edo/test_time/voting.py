@@ -79,10 +79,7 @@ def _classes(answers: Sequence[Answer | None], equivalent: Equivalence | None) -
 
 
 def best_of_n(
-    candidates: Sequence[Candidate],
-    scores: Sequence[float | Sequence[float]],
-    *,
-    aggregation: str | None = None,
+    candidates: Sequence[Candidate], scores: Sequence[float | Sequence[float]], *, aggregation: str | None = None
 ) -> Candidate:
     """argmax over the N candidates of their score, the first among equals; the only one where N = 1.
 

@@ -217,10 +217,7 @@ class Worker:
         )
 
     def generate(
-        self,
-        requests: list[GenerationRequest],
-        sampling: SamplingParams,
-        longest: tuple[int, int],
+        self, requests: list[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int]
     ) -> list[Rollout] | None:
         """Responses to the share's requests, without their prompts, which the controller has. longest: prompt and
         response of all shares, in tokens. Tells places and responses of those that have ended meanwhile, now and then
