@@ -141,12 +141,8 @@ def load_evaluation(path: Path) -> Evaluation:
     if not problems:
         raise UserError(f"{path}: problems is empty, expected at least one problem")
     for name, pair in metrics.items():
-        if (
-            not name.isprintable()
-            or pair.shape != (2, len(problems))
-            or not np.isfinite(pair).all()
-            or (pair[1] < 0).any()
-        ):
+        fits = name.isprintable() and pair.shape == (2, len(problems))
+        if not fits or not np.isfinite(pair).all() or (pair[1] < 0).any():
             raise UserError(
                 f"{path}: metrics.{name!r}: expected sums and counts (of at least 0) of {len(problems)} problems"
             )

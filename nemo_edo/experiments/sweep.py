@@ -54,10 +54,8 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
         raise ConfigError("nothing is swept: give a setting several values, as in seed=1,2,3")
     first = compose_run(config_name, list(combinations[0]), config_dir)
     folder = Path(first.output_dir) / first.name
-    cells = []
-    for name, values in zip(
-        _names([[one[place] for place in swept] for one in combinations]), combinations, strict=True
-    ):
+    names, cells = _names([[one[place] for place in swept] for one in combinations]), []
+    for name, values in zip(names, combinations, strict=True):
         place = (f"output_dir={quoted(str(folder))}", f"name={quoted(name)}")
         cells.append(Cell(name=name, config_name=config_name, overrides=(*values, *place), config_dir=config_dir))
     sweep = Sweep(config_name, folder, tuple(cells))

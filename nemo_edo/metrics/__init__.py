@@ -34,13 +34,13 @@ from nemo_edo.metrics.paired import (
 from nemo_edo.metrics.pass_at_k import expected_vote_score, majority_at_k, pass_at_k, vote_success
 
 if TYPE_CHECKING:
-    from nemo_edo.metrics.entropy import entropy_from_logits
+    from nemo_edo.parallel.logprobs import entropy_from_logits
 
 
 def __getattr__(name: str) -> Any:
     """``entropy_from_logits`` is looked up when it is used: it alone loads torch."""
     if name != "entropy_from_logits":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from nemo_edo.metrics import entropy
+    from nemo_edo.parallel import logprobs
 
-    return entropy.entropy_from_logits
+    return logprobs.entropy_from_logits

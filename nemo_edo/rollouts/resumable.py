@@ -215,11 +215,9 @@ def require_version(found: Sequence[ScoredRollout | Rollout], t: int, versions: 
         return
     oldest, newest = versions[0], versions[-1]
     asked = f"version {newest}" if oldest == newest else f"a version from {oldest} to {newest}"
-    advice = (
-        ""
-        if strange.policy_version > newest or oldest == 0
-        else "; generation.stale=correct trains on responses of earlier policies, with importance correction"
-    )
+    advice = "; generation.stale=correct trains on responses of earlier policies, with importance correction"
+    if strange.policy_version > newest or oldest == 0:
+        advice = ""
     raise UserError(
         f"{where}: a response of iteration {t} has policy version {strange.policy_version}, but this iteration needs "
         f"{asked}{advice}"

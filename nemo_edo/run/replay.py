@@ -80,7 +80,8 @@ def _measure_share(worker: Worker, share: Share, exploration_weight: float) -> t
     model, said = worker.model, []
 
     def observed(logprobs: Tensor, entropies: Tensor, micro: TrainingBatch, weight: float):
-        seen = {"logprobs": _sum(logprobs, micro), "entropies": _sum(entropies, micro)}
+        values = {"logprobs": logprobs.detach(), "entropies": entropies.detach()}
+        seen = {name: LossTerm(one[micro.mask != 0].sum(), micro.mask.sum()) for name, one in values.items()}
         try:
             with one_check():
                 terms, metrics = model.loss(logprobs, entropies, micro, weight)
@@ -101,10 +102,6 @@ def _measure_share(worker: Worker, share: Share, exploration_weight: float) -> t
 def counted(values: Tensor, mask: Tensor) -> Tensor:
     """Without padding, which may contain anything."""
     return values[mask != 0] if values.shape == mask.shape else values
-
-
-def _sum(values: Tensor, micro: TrainingBatch) -> LossTerm:
-    return LossTerm(values.detach()[micro.mask != 0].sum(), micro.mask.sum())
 
 
 def _shown(metrics: dict[str, float]) -> str:
