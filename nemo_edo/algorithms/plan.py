@@ -80,9 +80,8 @@ class Plan:
 def steps_per_collection(config: ArmConfig, problems: int, samples_per_prompt: int) -> int:
     """Optimizer steps on a whole collection from so many problems; dynamic sampling may leave fewer."""
     size = min(config.problems_per_iteration or problems, problems)
-    return config.epochs * -(
-        -size * (samples_per_prompt if isinstance(config, GRPOConfig) else 1) // config.minibatch_size
-    )
+    items = size * (samples_per_prompt if isinstance(config, GRPOConfig) else 1)
+    return config.epochs * -(-items // config.minibatch_size)
 
 
 def request_seed(*parts: object) -> int:

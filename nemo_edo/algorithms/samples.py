@@ -151,9 +151,8 @@ def _joined(own: TrainingBatch, older: Sequence[Rollout]) -> TrainingBatch:
             "some of the iterations' rollouts keep the experts of their tokens and others do not: sample them all with "
             "one setting of generation.routing_replay"
         )
-    rows = rows.with_fields(
-        exploration_factors=torch.ones(own.size), older=torch.ones(own.size), routed_experts=experts
-    )
+    every = torch.ones(own.size)
+    rows = rows.with_fields(exploration_factors=every, older=every, routed_experts=experts)
     joined = {}
     for name, value in own.with_fields(older=torch.zeros(own.size)).tensors().items():
         wide = F.pad(value, (*(0, 0) * (value.ndim - 2), 0, length - before)) if value.ndim > 1 else value

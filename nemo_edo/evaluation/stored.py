@@ -245,9 +245,8 @@ def table(evaluations: Mapping[str, results.Evaluation], *, resamples: int, seed
         found = evaluation.intervals(resamples=resamples, seed=seed)
         lines = [f"{label}: {len(evaluation.problems)} problems, temperature {evaluation.temperature:g}"]
         for name, one in ((name, found[name]) for name in PLAIN if name in found):
-            lines.append(
-                f"  {results.metric_name(name):<38}{_number(one.mean)}  [{_number(one.low)}, {_number(one.high)}]"
-            )
+            ends = f"[{_number(one.low)}, {_number(one.high)}]"
+            lines.append(f"  {results.metric_name(name):<38}{_number(one.mean)}  {ends}")
         if evaluation.has(results.JUDGE_AND_RULES[0]):
             lines.append(f"  {'Cohen’s kappa of judge and rules':<38}{kappa(evaluation):.3f}")
         curves = families(evaluation)
@@ -287,9 +286,8 @@ def differences(
                 continue
             ours, theirs = evaluation.metrics[metric], base.metrics[metric]
             size = max(resamples, FEWEST_PATTERNS)
-            tests.append(
-                Tested(label, metric, *results.paired_interval(metric, ours, theirs, resamples=size, seed=seed))
-            )
+            interval, p = results.paired_interval(metric, ours, theirs, resamples=size, seed=seed)
+            tests.append(Tested(label, metric, interval, p))
     adjusted = holm([one.p for one in tests])
     return tuple(replace(one, p=float(p)) for one, p in zip(tests, adjusted, strict=True))
 
@@ -301,9 +299,8 @@ def differences_table(tested: tuple[Tested, ...], baseline: str) -> str:
     ]
     for one in tested:
         interval = f"{one.interval.mean:+.4f} [{one.interval.low:+.4f}, {one.interval.high:+.4f}]"
-        lines.append(
-            f"  {one.arm:<24} {results.metric_name(one.metric):<34} {interval}  {one.detectable:.4f}  p = {one.p:.3g}"
-        )
+        name = results.metric_name(one.metric)
+        lines.append(f"  {one.arm:<24} {name:<34} {interval}  {one.detectable:.4f}  p = {one.p:.3g}")
     return "\n".join(lines)
 
 

@@ -176,17 +176,15 @@ class Study(Grid):
         if status == STOPPED_BY_GUARD and not is_start:
             [*_, reason] = re.findall(r"stopped by a guard: (.*)", self.log(cell).read_text(encoding="utf-8"))
             commit = _commit(self.run_folder(self.start(cell.task, cell.seed)))
-            study_table.append_rows(
-                self.table, [study_table.stopped_row(cell.key, cell.cfg, cpu_seconds, commit, reason)]
-            )
+            row = study_table.stopped_row(cell.key, cell.cfg, cpu_seconds, commit, reason)
+            study_table.append_rows(self.table, [row])
         elif status:
             return False
         elif cell.key not in {
             study_table.cell_of(row) for row in study_table.read_rows(self.table)
         }:  # a start may be run again
-            study_table.append_rows(
-                self.table, study_table.cell_rows(cell.key, cell.cfg, folder, cpu_seconds, _commit(folder))
-            )
+            rows = study_table.cell_rows(cell.key, cell.cfg, folder, cpu_seconds, _commit(folder))
+            study_table.append_rows(self.table, rows)
             if self.keep == "nothing" and not is_start:
                 shutil.rmtree(folder.path)
             elif self.keep == "results" and not is_start:
@@ -258,9 +256,8 @@ def verdict_lines(study: Study) -> list[str]:
     from nemo_edo.experiments.verdict import gains, markdown, verdict  # loads pandas
 
     wanted = {cell.key for cell in study.cells}
-    found = gains(
-        [row for row in study_table.read_rows(study.table) if study_table.cell_of(row) in wanted], study.baselines
-    )
+    rows = [row for row in study_table.read_rows(study.table) if study_table.cell_of(row) in wanted]
+    found = gains(rows, study.baselines)
     return [verdict(found), markdown(found)]
 
 

@@ -278,9 +278,8 @@ def _exploration(
     if factors is not None:
         weights = exploration.weighted(factors, weights)
     if config.exploration_tokens is not None:
-        weights = exploration.weighted(
-            exploration.first_tokens(valid, config.exploration_tokens).to(log_ratio.dtype), weights
-        )
+        first = exploration.first_tokens(valid, config.exploration_tokens)
+        weights = exploration.weighted(first.to(log_ratio.dtype), weights)
     if config.exploration_control == "noise":
         weights = exploration.noise_weights(log_ratio, weights)
     return exploration.weighted_log_ratio(log_ratio, weights, config.log_ratio_floor)

@@ -248,10 +248,8 @@ def _frontier(comparison: Comparison, styles: plotting.Styles) -> plotting.Chart
         f"Means with 95 % intervals over {chance}. The dashed line joins the arms that no other arm beats in both "
         "means; differences along it that are smaller than the intervals are not evidence."
     )
-    title = f"Frontier: {metric_name(metric)} against Distinct-4"
-    return plotting.chart(
-        f"frontier-{metric.replace('@', '-')}", title, caption, figure, [styles[arm] for arm in cells]
-    )
+    key, title = f"frontier-{metric.replace('@', '-')}", f"Frontier: {metric_name(metric)} against Distinct-4"
+    return plotting.chart(key, title, caption, figure, [styles[arm] for arm in cells])
 
 
 def pareto_front(points: Mapping[str, tuple[float, float]]) -> list[str]:
@@ -281,9 +279,8 @@ def _alpha_charts(comparison: Comparison) -> list[plotting.Chart | None]:
         lines = {}
         for family, arms in families.items():
             cells = [comparison.cell(arm, metric) for arm in arms.values()]
-            lines[family] = plotting.interval_line(
-                [alphas.index(alpha) for alpha in arms], [c and c.interval for c in cells]
-            )
+            places = [alphas.index(alpha) for alpha in arms]
+            lines[family] = plotting.interval_line(places, [cell and cell.interval for cell in cells])
         caption = (
             "Final policies on the test problems, with 95 % bands. Alphas are at even distances; 0 is without "
             "exploration."

@@ -131,9 +131,8 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
                     store.write_part(records)
                     for problem, result in zip(part, results, strict=True):
                         if problem in data.test[: own.trees]:
-                            folder.write_json(
-                                f"search/{file_name(f'{arm}.{own.name}.{problem.id}')}.json", tree_record(result)
-                            )
+                            tree = file_name(f"{arm}.{own.name}.{problem.id}")
+                            folder.write_json(f"search/{tree}.json", tree_record(result))
                     found |= {record.problem_id: record for record in records}
                     done += len(part)
                     print(f"searched {done} of {len(data.test)} problems", flush=True)
