@@ -142,7 +142,7 @@ def _compiled(template: str = "", now: datetime = datetime.min) -> tuple[Templat
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    def random(values: Any) -> None:
+    def random(*values: Any, **options: Any) -> None:
         raise TemplateError("it draws at random, so that a resumed run would ask other prompts")
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
@@ -152,7 +152,7 @@ def _compiled(template: str = "", now: datetime = datetime.min) -> tuple[Templat
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols], loader=DictLoader({})
     )
     jinja.filters |= {"tojson": tojson, "random": random}
-    jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime}
+    jinja.globals |= {"raise_exception": raise_exception, "strftime_now": now.strftime, "lipsum": random}
     return jinja.from_string(template), sorted(meta.find_undeclared_variables(jinja.parse(template)))
 
 

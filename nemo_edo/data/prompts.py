@@ -331,8 +331,10 @@ def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) 
     )
     if isinstance(prompt, Failure):
         raise UserError(f"{source}: {chat.name} {prompt.reason}; {REMEDY}")
-    # Mistral's always begins it, add_generation_prompt or not: a reply follows immediately.
-    follows = isinstance(reply, str) and reply.startswith(prompt) and reply[len(prompt) :].lstrip().startswith(_REPLY)
+    # Mistral's always begins it, add_generation_prompt or not: a reply follows immediately. What precedes the last
+    # question may differ, since Mistral's has the system message there and only there.
+    end = prompt[prompt.rfind(_CONTENT) :].rstrip()
+    follows = isinstance(reply, str) and reply.rpartition(_REPLY)[0].rstrip().endswith(end)
     if prompt == closed and not follows and _CONTENT in prompt:  # without it, the question is what is missed
         raise UserError(
             f"{source}: {chat.name} does not begin the model's turn: add_generation_prompt changes nothing, and the "

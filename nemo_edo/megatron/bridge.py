@@ -76,7 +76,8 @@ def check_model_folder(folder: Path) -> dict[str, Any]:
     if not isinstance(fields.get("model_type"), str):
         raise UserError(f"{folder / 'config.json'}: model_type is {fields.get('model_type')!r}, expected a text")
     check_family(fields["model_type"], str(folder / "config.json"))
-    _check_conversion(folder, fields)
+    if _check_conversion(folder, fields).further:
+        logger.warning("%s: its layers that predict further tokens stay as they are: they are not trained", folder)
     if others := unread_files(folder):
         logger.warning("%s: not read, as transformers does not read it: %s", folder, ", ".join(others))
     return fields

@@ -44,6 +44,7 @@ UNDECLARED: dict[str, Callable[[PretrainedConfig], Any]] = {
     "head_dim": lambda config: config.hidden_size // config.num_attention_heads,
     "is_causal": lambda config: True,
     "hidden_act": lambda config: getattr(config, "hidden_activation", None),
+    "hidden_activation": lambda config: getattr(config, "hidden_act", None),  # Gemma 1.1 has both
     "sliding_window_size": lambda config: getattr(config, "sliding_window", None),
     "swiglu_limit": lambda config: 7.0 if config.model_type == "gpt_oss" else None,
 }
@@ -56,8 +57,10 @@ UNREAD: dict[str, Callable[[PretrainedConfig], Any]] = {
     "ep_size": lambda config: 1,
 }
 """Fields of published files that transformers' models do not read, with the only value that is right."""
+FURTHER = "num_nextn_predict_layers"
+"""Layers that predict further tokens, which some published folders have and transformers leaves out."""
 NOT_TRAINED = dict.fromkeys(
-    ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers"),
+    (FURTHER, "mtp_num_hidden_layers", "mtp_num_layers"),
     "layers that predict further tokens are not trained; remove them from the folder",
 )
 STEERING = frozenset(("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"))
@@ -133,6 +136,9 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
             value, known = fields[name], name in declared or name in UNDECLARED or name in STEERING
             if not known and value in (None, False, [], {}):
                 continue  # transformers does not read it, and what it would turn on is off
+            ignores = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keys_to_ignore_on_load_unexpected
+            if name == FURTHER and ignores and isinstance(value, int):
+                continue  # folder_weights.py finds their tensors
             taken = UNDECLARED.get(name) or UNREAD.get(name)
             if name not in declared and taken is not None and value in (None, taken(config)):
                 continue

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from nemo_edo.data.model_folder import StoredTensor, read_headers
+from nemo_edo.data.model_folder import LAYER, StoredTensor, read_headers
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.folder_fields import MADE_ERRORS, not_taken
+from nemo_edo.megatron.folder_fields import FURTHER, MADE_ERRORS, not_taken
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of weights as they are. Others are quantised, and need scales that Bridge would not apply."""
@@ -59,10 +59,19 @@ class CheckedSource(SafeTensorsStateSource):
                 if part in self.tensors:
                     raise UserError(f"{self.tensors[part].file}: {part} is in {name}, too; remove one of the two")
                 self.tensors[part], self._fused[part] = replace(stored, shape=self.shapes[part]), name
+        self.further = {name for name in self.tensors.keys() - self.shapes.keys() if self._is_further(name, config)}
+        """Tensors of layers that predict further tokens: transformers leaves them out, and an export copies them."""
         self._key_to_filename_map_cache = {name: tensor.file.name for name, tensor in self.tensors.items()}
         self.not_finite: set[str] = set()
         self.last_split: tuple[str, dict[str, Tensor]] = ("", {})
         """The fused tensor that was read last, and its parts."""
+
+    def _is_further(self, name: str, config: PretrainedConfig) -> bool:
+        layer, count = LAYER.search(name), getattr(config, FURTHER, None) or 0
+        first = config.num_hidden_layers
+        if layer is None or int(layer[1]) not in range(first, first + count):
+            return False
+        return f"{name[: layer.end()]}eh_proj.weight" in self.tensors
 
     def load_tensors(self, keys_to_load: list[str]) -> dict[str, Tensor]:
         loaded = super().load_tensors([key for key in keys_to_load if key not in self._fused])
@@ -91,7 +100,7 @@ def check_weights(folder: Path, config: PretrainedConfig, mappings) -> CheckedSo
         raise UserError(
             f"{_named(quantised, tensors)} {dtype}: quantised weights are not trained; expected {', '.join(FLOATS)}"
         )
-    weights = {name for name in tensors if not BUFFERS.search(name)}
+    weights = {name for name in tensors.keys() - checked.further if not BUFFERS.search(name)}
     missing = sorted(shapes.keys() - weights - {copy for copy, source in tied.items() if source in weights})
     if missing:
         files = _listed(sorted({tensor.file.name for tensor in tensors.values()}))

@@ -90,6 +90,17 @@ def test_a_prompt_is_what_transformers_makes_of_the_template(tmp_path, name, que
         assert prompt(tokenizer, one) == of_transformers
 
 
+def test_a_system_message_that_a_template_writes_into_the_last_question_alone_is_asked(tmp_path):
+    """Mistral 0.3's, which drops it where a reply follows: that the model's turn has begun shows in the end alone."""
+    tokenizer = make(tmp_path, (
+        "{{ bos_token }}{% set first = messages[0] %}{% for m in messages if m.role != 'system' %}"
+        "{% if m.role == 'user' %}[INST] {% if loop.last and first.role == 'system' %}{{ first.content }}\n\n"
+        "{% endif %}{{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+    ))  # fmt: skip
+    ids = prompt(tokenizer, problem("Hi"), system_prompt="Be brief.")
+    assert tokenizer.decode(ids) == "<s>[INST] Be brief.\n\nHi[/INST]"
+
+
 def test_a_template_that_takes_lists_of_parts_alone_gets_them(tmp_path):
     tokenizer = make(tmp_path, PARTS)
     chat = [{"role": "user", "content": [{"type": "text", "text": "How many apples?"}]}]
@@ -122,7 +133,8 @@ def test_markup_in_a_question_and_in_a_solution_stays_text(tmp_path, template):
     ("{% include 'x.jinja' %}", r"includes another file \(x.jinja\)"), ("{{ messages[3].content }}", "no element 3"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
     ("{{ 'a' * 10 ** 10 }}", "MiB"), (CHATML.replace("m.content | trim", "'hi'"), "leaves out 'How many apples"),
-    ("{{ messages | random }}", "draws at random"), (CHATML + "\U00100001", "private character"),
+    ("{{ messages | random }}", "draws at random"),
+    ("{{ lipsum(n=1) }}" + CHATML, "draws at random"), (CHATML + "\U00100001", "private character"),
     (CHATML + "</s>", "ends with </s>"), ("<s><s>" + CHATML, "begins with two <s>"),
     ({"rag": CHATML, "tool_use": CHATML}, "tool_use, rag"),
 ])  # fmt: skip

@@ -16,6 +16,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.megatron import platform
 from nemo_edo.megatron.bridge import check_model_folder
 from nemo_edo.megatron.folder_fields import check_fields, load_config
+from nemo_edo.megatron.hf_export import export_hf_folder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FAMILIES = {"llama": {}, "qwen2": {}, "qwen3": {}, "qwen3_moe": EXPERTS, "mistral": {"sliding_window": None}}
@@ -171,6 +172,8 @@ OTHER_FAMILIES = {  # fields that their classes' defaults complete, and what of 
     "glm4_moe, YaRN of half heads": ("glm4_moe", {"rope_parameters": {**YARN, **HALF}}, "partial_rotary_factor is 0.5"),
     "nemotron, YaRN of half heads": ("nemotron", {"rope_parameters": {**YARN, **HALF}}, "partial_rotary_factor is 0.5"),
     "DeepSeek-V3": ("deepseek_v3", DEEPSEEK, None),
+    "Gemma 1.1": ("gemma", {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}, None),
+    "Gemma 1": ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, "hidden_act is .gelu"),
     "Moonlight": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None}, "q_lora_rank is null"),
     "deepseek_v3, YaRN": ("deepseek_v3", {"rope_parameters": {**YARN, **MSCALE}}, None),
     "deepseek_v3, one mscale": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale is 0.7"),
@@ -290,6 +293,27 @@ def test_weight_files_that_are_not_read_are_named(copied, caplog):
     check_model_folder(folder)
     for name in ("00001-of-00002.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
         assert name in caplog.text
+
+
+LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+          "head_dim": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+          "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 1}  # fmt: skip
+
+
+def test_layers_that_predict_further_tokens_are_left_out_as_by_transformers_and_exported(tiny, tmp_path, caplog):
+    folder = tiny.write_tiny_model(tmp_path / "model", "deepseek_v3", **LATENT)
+    further = {f"model.layers.2.{name}.weight": torch.randn(64, size) for name, size in (("eh_proj", 128), ("x", 1))}
+    change(folder, **further)
+    with pytest.raises(UserError, match=r"model\.layers\.2\.eh_proj"):
+        check_model_folder(folder)
+    edit(folder, num_nextn_predict_layers=1)
+    check_model_folder(folder)
+    assert "predict further tokens" in caplog.text
+    assert largest_difference(tiny, folder) < 1e-3
+    export_hf_folder(tiny.build_policy(folder).built, tmp_path / "out")
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == load_file(folder / "model.safetensors").keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in further.items())
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
