@@ -112,10 +112,9 @@ def make_problems(config: ArithmeticConfig, folder: Path) -> dict[str, list[Prob
 
 
 def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | None:
-    """Which numbers were merged: the sorted merges, each the sorted pair of its summands. So neither the order of
-    independent lines nor that of summands makes another path: n distinct operands have at most (2n - 3)!! paths, 15 for
-    n = 4. None unless each line merges two numbers that are left and the final answer is the last result; whether the
-    sums are right is not asked."""
+    """Which numbers were merged: the sorted merges, each the sorted pair of its summands, so that neither the order of
+    independent lines nor that of summands makes another path: n distinct operands have at most (2n - 3)!! paths. None
+    unless each line merges two numbers that are left and the last result is the answer, right or wrong."""
     left = Counter(int(operand) for operand in question.split(" + "))
     *lines, last = text.strip().split("\n")
     merges = []
@@ -134,8 +133,8 @@ def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | 
 
 def first_wrong_step(question: str, steps: Sequence[str]) -> int | None:
     """The index of the first step that is wrong; None where all are right, whether or not they lead to the end. A step
-    is right if it adds two remaining numbers correctly, or if it states the only remaining number as the answer and
-    nothing follows."""
+    is right if it adds two remaining numbers correctly, or states the only remaining number as the answer at the
+    end."""
     left, ended = Counter(int(operand) for operand in question.split(" + ")), False
     for index, step in enumerate(steps):
         match = None if ended else _STEP.fullmatch(step)

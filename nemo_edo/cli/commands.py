@@ -217,8 +217,7 @@ def _opened(run: Path, args: argparse.Namespace, overrides: list[str], *only: st
 
 
 def _runs_and_overrides(args: argparse.Namespace, *, stored: bool = False) -> tuple[list[Path], list[str]]:
-    """The folders of runs, none with --config-name, and the overrides. Raises UserError for arguments that cannot be
-    combined."""
+    """The folders of runs, none with --config-name, and the overrides. Raises UserError where they do not fit."""
     runs = [Path(one) for one in args.overrides if "=" not in one or Path(one).is_dir()]
     if args.config_name is None and (args.config_path or args.on_bad_rows):
         raise UserError("--config-path and --on-bad-rows need --config-name; a run's folder has its own config")
@@ -350,7 +349,6 @@ def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
 
 
 def _error(message: str, status: int = 2) -> int:
-    """Prints an error, with what it quotes of files and servers escaped for the terminal, and returns the exit
-    status."""
+    """Prints an error, what it quotes of files and servers escaped for the terminal; returns the exit status."""
     print(printable(f"nemo-edo: error: {message}"), file=sys.stderr)
     return status

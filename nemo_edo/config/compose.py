@@ -47,8 +47,7 @@ def compose_job(config_name: str, overrides: list[str], config_dir: str | Path |
 def compose_incomplete(
     config_name: str, overrides: list[str], config_dir: str | Path | None = None
 ) -> tuple[RunConfig, list[str]]:
-    """Like ``compose_run``, for a configuration that may lack values (``???``): it has the text ``NOT_GIVEN`` in their
-    place. Returns their keys as well."""
+    """Like ``compose_run``, with the text ``NOT_GIVEN`` for values that are missing (``???``), and their keys."""
     cfg, missing = _composed(config_name, overrides, config_dir, complete=False)
     return require_run(cfg, config_name), missing
 

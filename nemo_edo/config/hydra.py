@@ -28,8 +28,7 @@ EXPERIMENT = "experiment"  # a setting, and a folder of complete configs that Hy
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be run, in one line: the key, where it is set, and what would be right. What may be a
-    password in a URL is not shown."""
+    """A configuration that cannot be run, in one line: the key, where it is set, and what would be right."""
 
     def __init__(self, message: str) -> None:
         super().__init__(without_passwords(message))
@@ -212,8 +211,8 @@ def _failed_composition(error: Exception, overrides: list[str], folders: list[Pa
 
 
 def search_order(config_name: str, own: Path, shipped: Path) -> list[Path]:
-    """Both folders, first the one that has the config. Raises ConfigError where none has it, and where a shipped config
-    would hide files of the user's folder."""
+    """Both folders, the one with the config first. Raises ConfigError where none has it, or a shipped one hides a
+    file."""
     if not own.is_dir():
         raise ConfigError(f"no config named {config_name}: {_shown(own)} is not a folder")
     if (own / f"{config_name}.yaml").is_file():

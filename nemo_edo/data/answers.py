@@ -93,8 +93,8 @@ def is_well_formed(text: str) -> bool:
 
 def clean_answer(text: str) -> str:
     """An answer without what surrounds it: math delimiters, a box, bold face, typographic spaces, a closing full stop.
-    Digits that a space or ``{,}`` groups by thousands are joined, and the sign of dollars is ``\\$``. Nothing else of
-    the mathematics is changed."""
+    Digits that a space or ``{,}`` groups are joined, and the sign of dollars is ``\\$``; the mathematics is not
+    changed."""
     before, text = None, _SPACES.sub(" ", _THOUSANDS.sub("", text.replace(r"\$", _DOLLAR)))
     while text != before:  # one thing may surround another
         before = text

@@ -109,8 +109,7 @@ def preference_pairs(group: Sequence[ScoredRollout], count: int, seed: int | str
 
 
 def write_batch(batch: TrainingBatch, about: dict[str, Any], path: Path) -> None:
-    """Writes one safetensors file, which appears when it is whole. about: values for JSON, by name; NaN and infinities
-    survive."""
+    """Writes a safetensors file, which appears when it is whole. about: values for JSON, NaN and infinities too."""
     from safetensors.torch import save
 
     tensors = {name: tensor.contiguous() for name, tensor in batch.tensors().items()}

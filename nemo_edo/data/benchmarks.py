@@ -70,8 +70,7 @@ class Benchmark:
 
 
 def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
-    """The solution is without calculator annotations (``48/2=<<48/2=24>>24`` becomes ``48/2=24``), as is usual where no
-    calculator is called."""
+    """The solution is without calculator annotations, as is usual: ``48/2=<<48/2=24>>24`` becomes ``48/2=24``."""
     question, solution = text_of(values["question"], "question"), text_of(values["solution"], "answer")
     solution = _ANNOTATION.sub("", solution)
     if not is_well_formed(solution):

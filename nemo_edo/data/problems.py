@@ -202,8 +202,8 @@ def without_bad_rows(
 def write_problems(
     path: Path, problems: Sequence[Problem], *, benchmark: str, split: str, source: dict[str, str], skipped: int
 ) -> dict[str, Any]:
-    """Writes problems as JSON lines, and next to them the manifest, which is returned. ``source``: what they were read
-    from, and its checksum."""
+    """Writes problems as JSON lines, and a manifest, which it returns. source: what they were read from, and its
+    checksum."""
     names = (*_PREPARED_FIELDS, *(_OF_SOURCES if benchmark == MADE else ()))
     rows = [{name: getattr(problem, name) for name in names} for problem in problems]
     for row, problem in zip(rows, problems, strict=True):

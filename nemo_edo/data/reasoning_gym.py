@@ -29,9 +29,8 @@ ITEMS_PER_PROBLEM = 10  # items that are made for each problem, at most: small t
 def make(
     name: str, train_problems: int = 1024, test_problems: int = 128, seed: int = 0, **settings: Any
 ) -> dict[str, list[Problem]]:
-    """Problems of the task ``name``, whose own settings are ``settings``. No question occurs twice. Raises UserError
-    where reasoning-gym is missing, for an unknown task or setting, and where the task has too few different
-    questions."""
+    """Different problems of the task ``name``, whose own settings are ``settings``. Raises UserError for an unknown
+    task or setting, and where the task has too few different questions."""
     wanted = train_problems + test_problems
     if train_problems < 0 or test_problems < 1:
         raise UserError(f"data.source_args: {train_problems=} and {test_problems=}, expected at least 0 and 1")

@@ -60,8 +60,7 @@ def text_of(value: Any, name: str, *, may_be_number: bool = False, may_be_blank:
 
 
 def plain_values(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Metadata as JSON has it; times and decimals are texts, and null stands for bytes. Raises RowError for another
-    value."""
+    """Metadata as JSON; times and decimals are texts, bytes are null. Raises RowError for another value."""
     values = {}
     for name, value in metadata.items():
         try:
@@ -134,8 +133,8 @@ def _numbered(path: Path, rows: Iterable[Any]) -> Iterator[Row]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowError:
-    """An object; or the RowError of a key that it, or an object in it, has twice: JSON readers silently take the last
-    of two values."""
+    """An object; or the RowError of a key that it, or an object in it, has twice, of which JSON readers take the
+    last."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]

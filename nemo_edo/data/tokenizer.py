@@ -47,8 +47,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer_file(folder: Path) -> None:
-    """Raises UserError as ``load_tokenizer`` does, as far as ``tokenizer.json`` tells it: it takes a part of a second,
-    as ``transformers`` is not imported."""
+    """Raises UserError as ``load_tokenizer`` does, by ``tokenizer.json`` alone: ``transformers`` is not imported."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
@@ -92,9 +91,8 @@ class StopTokens:
 
 
 def read_stop_tokens(folder: Path, tokenizer: PreTrainedTokenizerBase, more: Iterable[int] = ()) -> StopTokens:
-    """The end tokens of the tokenizer, of ``generation_config.json`` and of ``config.json``, and ``more``
-    (``sampling.stop_token_ids``). Raises UserError where no source names one, and for an id that is not in the
-    vocabulary, naming its source."""
+    """The end tokens of the tokenizer, generation_config.json, config.json and ``more`` (``sampling.stop_token_ids``).
+    Raises UserError where no source names one, and, naming the source, for an id that is not in the vocabulary."""
     named = {"the tokenizer": tokenizer.eos_token_id}
     size = len(tokenizer)
     for name in ("generation_config.json", "config.json"):

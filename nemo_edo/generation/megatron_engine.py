@@ -326,8 +326,7 @@ class _Decoding:
         self.rows, self.last, self.alive = self.rows[keep], self.last[keep], self.alive[keep]
 
     def refill(self, step: int) -> Tensor:
-        """Gives free rows, after those that there are, to waiting requests, whose first tokens the step after this one
-        chooses; returns these requests."""
+        """Gives free rows to waiting requests, which it returns; the step after this one chooses their first tokens."""
         count = self.free_rows
         requests = torch.arange(self.begun, self.begun + count)
         self.begun += count

@@ -126,8 +126,8 @@ def _nucleus(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index whose cumulative probability exceeds the uniform's share of the total: never one of
-    probability zero."""
+    """The first index whose cumulative probability exceeds the uniform's share of the total, never one of probability
+    0."""
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = uniforms.to(probs.device)[:, None] * total

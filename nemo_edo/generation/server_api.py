@@ -73,15 +73,13 @@ class ServerAPI:
 
     @property
     def visible_devices(self) -> str:
-        """CUDA_VISIBLE_DEVICES. An inherited list (indices or UUIDs, as schedulers set it) decides which GPUs these
-        are."""
+        """CUDA_VISIBLE_DEVICES; an inherited list (indices or UUIDs, as schedulers set it) decides which these are."""
         inherited = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         return ",".join(inherited[gpu] if inherited else str(gpu) for gpu in self.gpus)
 
 
 class VLLM(ServerAPI):
-    """vLLM's server (0.33; for CPUs 0.32), for policies. A subclass for other models overrides names, options and
-    arguments."""
+    """vLLM's server (0.33; for CPUs 0.32), for policies; a subclass for other models overrides names and options."""
 
     backend = "vllm"
     package = "vllm"
@@ -224,8 +222,8 @@ def server_python(settings: ServersConfig) -> str:
 def completion_body(
     api: type[ServerAPI], model_name: str, request: GenerationRequest, sampling: SamplingParams, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The request for one response. Greedy decoding ignores top_p, which would cut the distribution of its
-    log-probabilities."""
+    """The request for one response. Greedy decoding ignores top_p, which would cut its log-probabilities'
+    distribution."""
     stop = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
     return {
         "model": model_name,
@@ -240,9 +238,8 @@ def completion_body(
 
 
 def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int, ...], tuple[float, ...], str]:
-    """Token ids, log-probabilities and finish_reason of a completion, by a server that may be a user's. Raises Fault
-    where the answer lacks any of them, and ServerError for another model's, and for text without token ids: asking
-    again changes neither."""
+    """Token ids, log-probabilities and finish_reason of a completion. Raises Fault where the answer lacks any of them,
+    and ServerError for another model's, and for text without token ids: asking again changes neither."""
     require_model(body, model_name)
     try:
         [choice] = body["choices"]
@@ -287,8 +284,7 @@ def read_experts(body: Any, tokens: int) -> bytes:
 
 
 def require_model(body: Any, model_name: str) -> None:
-    """Raises ServerError for the answer of another model than was asked, which asking again does not change; one that
-    names none passes."""
+    """Raises ServerError for an answer that names another model than was asked: asking again does not change it."""
     found = body.get("model") if isinstance(body, dict) else None
     if found not in (None, model_name):
         raise ServerError(f"a server answers as the model {str(found)[:200]!r}, expected {model_name!r}")

@@ -49,8 +49,7 @@ class Qwen2ForPrmModel(Qwen2ForProcessRewardModel):
 
 
 def load_network(folder: RewardFolder, dtype: torch.dtype) -> PreTrainedModel:
-    """The folder's network in evaluation mode, a decoder's head in float32. Raises UserError unless the files contain
-    exactly the network's weights."""
+    """The folder's network in evaluation mode, a decoder's head in float32. Raises UserError for other weights."""
     if folder.own is not None:
         kind: Any = AutoModelForSequenceClassification
     else:
@@ -121,8 +120,7 @@ def is_encoder(kind: type) -> bool:
 
 
 def own_config(source: PretrainedConfig, pad_id: int) -> PretrainedConfig:
-    """A copy of the config with one score instead of classes, and a padding token, by which transformers finds the end
-    of a row."""
+    """A copy of the config with one score, and a padding token, by which transformers finds the end of a row."""
     config = copy.deepcopy(source)
     config.num_labels, config.pad_token_id, config.architectures = 1, pad_id, None
     if hasattr(config, "auto_map"):

@@ -104,8 +104,7 @@ class ProcessRewardModel:
 def encode_responses(
     rollouts: Sequence[Rollout], questions: Mapping[str, str], form: RewardFormat, *, separator: str | None
 ) -> list[list[Encoded]]:
-    """Responses as a reward model's input. questions: problem id -> text. separator: between two steps; None: the
-    format's."""
+    """Responses as a reward model's input. questions: problem id -> text. separator: of steps; None: the format's."""
     separator = separator or form.separator
     # A response without steps has a single empty one, so that it has a score.
     paths = [StepPath(questions[r.problem_id], split_steps(r.text, separator) or ("",)) for r in rollouts]

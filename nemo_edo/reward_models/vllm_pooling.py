@@ -130,7 +130,7 @@ def serving(about: RewardFolder, settings: ServersConfig, work: Path) -> Iterato
 
 
 def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Path, gpus: int) -> Sequence[Replica]:
-    """Replicas that serve the folder's model, at the settings' URLs or on this machine; not started. work: as for
+    """Replicas, not started, of the folder's model: at the settings' URLs, or on this machine. work: as for
     ``serving``."""
     if settings.urls:
         return replicas_at_urls(settings)

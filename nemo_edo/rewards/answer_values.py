@@ -115,8 +115,7 @@ Value = Text | Time | Number | Items | Region | Named
 
 @lru_cache(maxsize=512)
 def read(text: str, *, letters: bool = False) -> Value | None:
-    """The value of a respelled answer; None where it has no meaning as a whole. letters: whether a single letter after
-    a number is a unit (``5 m``)."""
+    """The value of a respelled answer; None without a meaning as a whole. letters: whether ``5 m`` may have a unit."""
     text = text.strip()
     if not text:
         return None

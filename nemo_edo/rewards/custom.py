@@ -250,7 +250,7 @@ def _own(response: Response) -> dict[str, Any]:
 
 
 def signature(path: str, key: str) -> Signature | UserError:
-    """Of the function that the setting ``key`` names; an error for one that is missing, or whose parameters cannot be
+    """Of the function that the setting ``key`` names; an error where it is missing, or its parameters cannot be
     given."""
     try:
         function = _function(path, key)

@@ -108,8 +108,7 @@ class JudgeCache:
 
 @dataclass
 class JudgeReport:
-    """What a judge was asked and replied since its last report, what that cost, and whether the rules (MathVerifier)
-    agree."""
+    """What a judge was asked and replied since its last report, what that cost, and whether the rules agree."""
 
     replies: int = 0  # Received, with or without a verdict
     cached: int = 0  # verdicts taken from the cache
@@ -163,8 +162,7 @@ class JudgeReport:
 
 
 class Judge:
-    """Scores responses by a language model's verdicts. Equal requests are sent once, across runs. A response that did
-    not finish, or has no answer, is wrong."""
+    """Scores responses by a language model's verdicts. Equal requests are sent once, across runs."""
 
     def __init__(
         self, settings: JudgeConfig, cache: JudgeCache, answers: AnswerFormat, rules: MathVerifier | None = None
@@ -183,7 +181,7 @@ class Judge:
 
     def check(self) -> None:
         """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply
-        comes; the reply needs no verdict."""
+        comes."""
         body = request_body(self.settings, _EXAMPLE, "2", "#### 2")
         found: dict[str, bool | str] = {}
         self._ask({(key := request_key(body)): body}, found, Counter([key]), most_abstained=1)
@@ -241,8 +239,7 @@ class Judge:
         return scored
 
     def _outcomes(self, responses: Sequence[Response]) -> tuple[list[bool | str], str | None]:
-        """The verdict on each response, or why the judge abstained, and why the run gave up on the judge before all
-        were asked about (None: it did not)."""
+        """The verdict on each response, or why the judge abstained; and why the run gave up on the judge, if it did."""
         settings, report = self.settings, self.report
         bodies = [request_body(settings, one.problem, one.answer, one.rollout.text) for one in responses]
         keys = [request_key(body) for body in bodies]

@@ -64,8 +64,7 @@ def read_verdict(text: str, is_whole: bool) -> bool | None:
 
 
 def read_json_verdict(text: str, is_whole: bool) -> bool | None:
-    """The verdict of a JSON reply with nothing else but reasoning before it and a fence around it; None for any other
-    reply."""
+    """The verdict of a JSON reply, which may have reasoning before it and a fence around it; None for any other."""
     answer = _answer(text).strip()
     fenced = _FENCE.fullmatch(answer)
     try:

@@ -72,9 +72,8 @@ def read_responses(rollouts: Sequence[Rollout], problems: Sequence[Problem], ans
 
 
 class ExactAnswerScorer:
-    """Compares final answers in canonical form (exact match, as the paper scores GSM8K). Text around the answer line
-    costs no reward; ``well_formed`` reports it. Where the problem's answer is a number, only numbers are answers, with
-    or without a unit."""
+    """Compares final answers in canonical form (exact match, as the paper scores GSM8K), whatever text is around the
+    answer line. Where the problem's answer is a number, only numbers are answers, with or without a unit."""
 
     def __init__(self, answers: AnswerFormat = HASHES) -> None:
         self._answers = answers
@@ -171,8 +170,8 @@ class MathVerifier:
         return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
 
     def _run(self, function: str, arguments: Sequence[tuple]) -> list[Any]:
-        """A task whose worker died is tried once more: the system may have killed it, short of memory, which must not
-        cost an answer its reward."""
+        """A task whose worker died is tried once more: the system, short of memory, may have killed it, not the
+        answer."""
         results = self._pool.run(f"{_EQUIVALENCE}:{function}", arguments)
         died = [place for place, result in enumerate(results) if getattr(result, "exit_status", None) is not None]
         again = self._pool.run(f"{_EQUIVALENCE}:{function}", [arguments[place] for place in died])
@@ -182,8 +181,7 @@ class MathVerifier:
 
 
 class MathScorer:
-    """Scores responses by a verifier's verdicts. As in ``ExactAnswerScorer``, a response that did not finish has reward
-    0."""
+    """Scores responses by a verifier's verdicts; one that did not finish has reward 0."""
 
     def __init__(self, answers: AnswerFormat, verifier: MathVerifier) -> None:
         self._answers = answers

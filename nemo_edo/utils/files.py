@@ -117,16 +117,16 @@ def end_of_log(path: Path) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A file's content; an object's ends with a checksum of the rest, which ``read_json`` verifies. Raises ValueError
-    for numbers that are not finite."""
+    """A file's content, an object's with a checksum for ``read_json``. Raises ValueError for numbers that are not
+    finite."""
     if isinstance(value, dict):
         value = {**value, CHECKSUM: _checksum(json.loads(json.dumps(value, allow_nan=False)))}
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError naming a file that is missing, the line of one that is not valid JSON, and one of ``json_text``
-    that has changed since."""
+    """Raises UserError for a missing file, the line that is not JSON, and content that has changed since
+    ``json_text``."""
     text = read_text(path)
     try:
         value = json.loads(text)

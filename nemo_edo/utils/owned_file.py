@@ -113,8 +113,7 @@ def _machine() -> str:
 
 
 def _began(pid: int) -> str:
-    """When the process began, in ticks since the boot, which tells it from a later one of its number; empty: it has
-    ended."""
+    """When the process began, which tells it from a later one of its number; empty: it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -62,8 +62,7 @@ class PhaseClock:
         return taken
 
     def carry_on(self, pending: Mapping[str, float]) -> None:
-        """Adds the ``pending`` seconds of a killed process. Only the first call does: what later ones are given,
-        this process has counted itself."""
+        """Adds a killed process's ``pending`` seconds, at the first call alone: later ones are this process's own."""
         if self._continued:
             return
         self._continued = True

@@ -106,8 +106,7 @@ def _kill_until_none(found: Callable[[], set[int]]) -> None:
 
 
 def package_file(python: str, package: str, file: str) -> str | None:
-    """The path of a file of a package (with a dot, of a namespace) in an interpreter's environment; None where it has
-    neither."""
+    """The path of a package's file in an interpreter's environment; None where there is none."""
     probe = (
         "import importlib.util as util, sys; name = sys.argv[1]; "
         "spec = util.find_spec(name.partition('.')[0]) and util.find_spec(name); "

@@ -64,8 +64,7 @@ def variables_of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_that_resolves(*names: str) -> str:
-    """The first of a node's names that resolves here: Slurm's, which DNS may not know, and the machine's. Raises
-    UserError where none does."""
+    """The first of a node's names that resolves here: DNS may not know Slurm's. Raises UserError where none does."""
     for name in filter(None, names):
         try:
             socket.gethostbyname(name)

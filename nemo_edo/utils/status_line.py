@@ -16,8 +16,7 @@ COUNTED_AFTER_S = 2.0  # shorter work is not counted on the terminal
 
 @cache
 def _console() -> Console:
-    """The console of all lines, which places them below each other; made with the first line, because it looks at
-    standard output once."""
+    """The console of all lines, made with the first one, because it looks at standard output once."""
     return Console()
 
 

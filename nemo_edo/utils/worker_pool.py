@@ -59,8 +59,8 @@ class Limits:
 
 class WorkerPool:
     """Calls functions in workers, which are killed when they exceed a limit. limits: None: one worker for trusted
-    functions, whose tasks have only the limit that ``run`` is given. prepare: the import path of a function that the
-    server calls before it forks."""
+    functions, with the limit that ``run`` is given. prepare: the import path of what the server calls before it
+    forks."""
 
     def __init__(self, limits: Limits | None, prepare: str | None = None) -> None:
         self.limits = limits
@@ -74,8 +74,7 @@ class WorkerPool:
 
     def run(self, function: str, arguments: Sequence[tuple], wall_s: float = math.inf) -> list[Any]:
         """What the function of an import path returns, or the TaskFailure, for each tuple of arguments, in order.
-        wall_s: wall time of each task. Raises UserError where the server has died: the system may have killed it, short
-        of memory."""
+        wall_s: wall time of each task. Raises UserError where the server has died, perhaps killed for memory."""
         if not arguments:
             return []
         if self._connection is None:  # most runs never need it
