@@ -209,7 +209,7 @@ def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
 @pytest.mark.parametrize(("after_temperature", "sampling"), [(True, (0.7, 0.9, 8)), (False, (0.7, 1.0, 8))])
 def test_log_probabilities_of_another_distribution_are_refused(start, after_temperature: bool, sampling: tuple):
     servers = engine(start({}))
-    servers._after_temperature = after_temperature
+    servers.logprobs_after_temperature = after_temperature
     with pytest.raises(UserError):
         servers.generate(requests(1), SamplingParams(*sampling))
     assert servers.generate(requests(1), SamplingParams(0.0, 1.0, 8))  # greedy decoding has neither
