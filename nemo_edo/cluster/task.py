@@ -122,8 +122,10 @@ def overrides_of_servers(nodes: list[str], limit_s: float) -> list[str]:
         if have_ended or time.monotonic() > deadline:
             why = "have ended" if have_ended else f"are not ready after {limit_s:g} s"
             # Where one has failed, Slurm has killed the others.
-            failed = [node for node in missing if logs[node].is_file() and ERROR in logs[node].read_text()] or missing
-            ends = "".join(end_of_log(logs[node]) for node in failed)
+            texts = {node: logs[node].read_text(errors="replace") if logs[node].is_file() else "" for node in missing}
+            failed = [node for node in missing if ERROR in texts[node]]
+            ends = "".join(f":{texts[node].rpartition(ERROR)[2].rstrip()}" for node in failed)
+            failed, ends = failed or missing, ends or "".join(end_of_log(logs[node]) for node in missing)
             raise UserError(f"the servers of {', '.join(failed)} {why}{ends}")
         if stop_is_asked():
             raise RunStopped(f"asked to stop while it waited for the servers of {', '.join(missing)}")

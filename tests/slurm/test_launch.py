@@ -157,4 +157,4 @@ def test_a_job_whose_server_cannot_listen_ends_with_its_node_and_the_end_of_its_
                                 f"generation.servers.arguments=[--port,'{port}']")
         launcher.cluster.wait_for(job, "FAILED", limit_s=600)
     said = (launcher.folder / "deaf" / "launch" / "attempts" / "0" / f"{job}.0" / "task_0.log").read_text()
-    assert "the servers of n2 have ended" in said and "Address already in use" in said
+    assert "the servers of n2 have ended: server 0 (http://" in said and "Address already in use" in said

@@ -1,9 +1,11 @@
 """What a job's script asks of Slurm, that it is sound shell, and what its tasks become."""
 
 import json
+import os
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from helpers.problem_files import write_rows, write_sums
@@ -45,6 +47,37 @@ def test_scripts_are_sound_shell(tmp_path, container: str, launcher: str, multir
                   *CONTAINERS[container], *sweep, multirun=multirun)
     checked = subprocess.run(["shellcheck", "--shell=bash", "-"], input=text, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
+
+
+def run_script(tmp_path, text: str, srun: str) -> tuple[subprocess.CompletedProcess, Path]:
+    """What the script says, and the attempt's folder. Slurm's commands are stand-ins; srun: what each step does."""
+    stand_ins = {"scontrol": "[[ $1 == show ]] && printf 'localhost\\nother\\n'", "srun": srun}
+    for name, body in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    place = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost,other", "SLURMD_NODENAME": "localhost"}
+    environment = {**os.environ, **place, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+    return done, tmp_path / "quickstart" / "launch" / "attempts" / "0" / "7.0"
+
+
+@pytest.mark.parametrize("signal", ["USR1", "TERM"])
+def test_a_signal_before_a_jobs_steps_stops_its_run_and_not_the_script(tmp_path, signal: str):
+    text = script(tmp_path, f"cluster.setup=['kill -{signal} $$']")
+    done, attempt = run_script(tmp_path, text, "echo stopped > $NEMO_EDO_CONTROL/outcome")
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert "asking the run to save and end" in done.stdout and (attempt / "stop").exists()
+
+
+def test_a_run_that_fails_once_its_servers_have_ended_is_queued_again(tmp_path):
+    text = script(tmp_path, "cluster.server_nodes=1", "generation=vllm", "cluster.health_limit_s=0")
+    fails = "sleep 3; echo failed with status 2 > $NEMO_EDO_CONTROL/outcome; exit 1"
+    serves = '[[ $* == *" serve" ]] && exec sleep'
+    done, attempt = run_script(tmp_path, text, f"{serves} 0\n{fails}")
+    assert "servers have ended" in done.stdout and "queued again" in done.stdout and done.returncode == 1
+    assert (attempt / "servers_ended").exists()
+    done, _ = run_script(tmp_path, text, f"{serves} 8\n{fails}")
+    assert "the run failed" in done.stdout and "queued again" not in done.stdout and done.returncode == 1
 
 
 def test_a_config_becomes_what_sbatch_is_asked_for(tmp_path):
@@ -231,7 +264,7 @@ def test_the_trainer_waits_for_no_servers_that_have_ended_nor_once_it_is_to_stop
     with pytest.raises(RunStopped, match="n3, n4"):
         task.overrides_of_servers(["n3", "n4"], 60.0)
     (tmp_path / "servers_ended").touch()
-    with pytest.raises(UserError, match="the servers of n4 have ended; the end of .*server_1.log:\n.*already in use$"):
+    with pytest.raises(UserError, match="^the servers of n4 have ended: server 0: Address already in use$"):
         task.overrides_of_servers(["n3", "n4"], 60.0)
 
 
