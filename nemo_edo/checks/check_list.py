@@ -7,8 +7,8 @@ from functools import partial
 
 from nemo_edo.checks import machine_checks, numbers
 from nemo_edo.checks.machine import DOCTOR, NODES, SELFTEST, Check
-from nemo_edo.checks.machine_checks import server_run, several
-from nemo_edo.checks.numbers import FASTEST, LONG, MIXTURE, PACKED, QWEN, SameNumbers, a_gpu, spare_gpus, te_on
+from nemo_edo.checks.machine_checks import another_node, server_on_another_node, server_run, several, spare_gpus
+from nemo_edo.checks.numbers import FASTEST, LONG, MIXTURE, PACKED, QWEN, SameNumbers, a_gpu, te_on
 
 RANKS = {"runs_in": (SELFTEST, NODES), "needs": several, "every_rank": True}
 HOPPER, BLACKWELL = te_on(9.0), te_on(10.0)
@@ -93,6 +93,9 @@ CHECKS = [
     Check("training", "ED-iDPO step", SameNumbers(algorithm="idpo", world=True), **TRAINING),
     Check("training", "checkpoint at another layout", numbers.checkpoint_at_another_layout, every_rank=True,
           remedy="see that every node can write to and read the folder (--folder), and that it is not full"),
+    Check("training", "memory of a resume", numbers.memory_of_a_resume,
+          needs=lambda machine: a_gpu(machine) or several(machine), every_rank=True,
+          remedy="start fewer processes on a node, or set checkpoint.reshardable=false, and report the figures"),
     Check("training", "speed", numbers.speed,
           remedy="the other checks say what does not work; without any, memory may be short"),
     Check("server", "vLLM, refit by disk", server_run, every_rank=True),
@@ -100,6 +103,7 @@ CHECKS = [
           needs=spare_gpus, every_rank=True),
     Check("server", "two vLLM servers over two GPUs each, refit by NCCL",
           lambda machine: server_run(machine, *TO_NCCL, *TWO), needs=partial(spare_gpus, count=4), every_rank=True),
+    Check("server", "vLLM on another node, refit by disk", server_on_another_node, needs=another_node, every_rank=True),
     Check("server", "vLLM, asleep during training", lambda machine: server_run(machine, *ASLEEP),
           needs=a_gpu, every_rank=True),
 ]  # fmt: skip

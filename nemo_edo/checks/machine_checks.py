@@ -6,10 +6,14 @@ Ranks make the later ones together. A collective that hangs does not say why, so
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import secrets
 import shutil
 import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -19,7 +23,9 @@ from packaging.requirements import Requirement
 from nemo_edo.checks import installed
 from nemo_edo.checks.machine import CheckError, Finding, Machine, failed, impossible, passed
 from nemo_edo.errors import UserError
+from nemo_edo.utils.files import end_of_log
 from nemo_edo.utils.memory import total_bytes
+from nemo_edo.utils.processes import kept
 from nemo_edo.utils.ranks import first_that_resolves
 
 NEIGHBOURS = 4  # ranks that each rank connects to: with all, 512 ranks would open 260,000 connections
@@ -34,6 +40,17 @@ def several(machine: Machine, least: int = 2) -> str | None:
     if machine.world >= least:
         return None
     return f"it needs {least} processes: torchrun --nproc-per-node {least} --no-python nemo-edo selftest"
+
+
+def spare_gpus(machine: Machine, count: int = 1) -> str | None:
+    spare = len(machine.gpus) - machine.local_size
+    return None if spare >= count else f"it needs {count} more GPUs on a node than the trainer has"
+
+
+def another_node(machine: Machine) -> str | None:
+    if machine.world == machine.local_size:
+        return "it needs a second node"
+    return spare_gpus(machine) if machine.gpus else None
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
@@ -335,9 +352,57 @@ def server_run(machine: Machine, *more: str) -> Finding:
     return passed(said, sampler_gap=gap)
 
 
+def server_on_another_node(machine: Machine) -> Finding:
+    """As ``server_run`` with the server on the last node, where a job's own task starts it (``cluster.task serve``)."""
+    from nemo_edo.config.compose import compose_run, resolved_yaml
+
+    place, folder, key = machine.world - machine.local_size, machine.folder / "server_node", "NEMO_EDO_SERVER_KEY"
+    if why := machine.exchange("no_server_there", no_server() if machine.rank == place else None)[place]:
+        return impossible(why)
+    os.environ[key] = machine.exchange("key", secrets.token_hex(24))[0]
+    serving, urls, log = None, None, folder / "task.log"
+    try:
+        if machine.rank == place:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            own = [f"precision={'bf16' if machine.gpus else 'fp32'}", f"output_dir={folder}", "name=run"]
+            free = f"generation.servers.first_gpu={machine.local_size if machine.gpus else 0}"
+            (folder / "0.yaml").write_text(resolved_yaml(compose_run("quickstart", [*SMALL_RUN, *own, free])))
+            member, ready = folder / "0.json", folder / "servers_0.json"
+            member.write_text(json.dumps(["train", "--config-path", str(folder), "--config-name", "0"]))
+            task = {"NEMO_EDO_CONTROL": str(folder), "SLURM_PROCID": "0", "SLURMD_NODENAME": socket.gethostname()}
+            command = kept([sys.executable, "-m", "nemo_edo.cluster.task", str(member), "serve"])
+            with log.open("wb") as output:
+                serving = subprocess.Popen(command, env={**os.environ, **task}, stdout=output, stderr=subprocess.STDOUT)
+            deadline = time.monotonic() + SERVER_LIMIT_S
+            while serving.poll() is None and not ready.is_file() and time.monotonic() < deadline:
+                time.sleep(0.5)
+            urls = json.loads(ready.read_text()) if ready.is_file() else None
+        if (urls := machine.exchange("urls", urls)[place]) is None:
+            fault = f"the server of {machine.named(place)} was not ready{end_of_log(log)}"
+            return failed(fault, "docs/slurm.md, Servers in the same job, has what it needs")
+        at = f"generation.servers.urls={json.dumps(urls)}"
+        return server_run(machine, at, f"generation.servers.api_key_variable={key}", "generation.servers.launched=true")
+    finally:
+        if serving is not None:
+            serving.terminate()
+            serving.wait()
+
+
 def _train(settings: list[str]) -> None:
+    """What ``nemo-edo train`` does on each rank: the first controls the run, the others are its workers."""
     from nemo_edo.checks.preflight import preflight
     from nemo_edo.config.compose import compose_run
     from nemo_edo.run import jobs
+    from nemo_edo.worker.dispatch import dismiss
+    from nemo_edo.worker.serve import serve
 
-    jobs.train(preflight(compose_run("quickstart", settings)))
+    if os.environ.get("RANK", "0") != "0":
+        serve()
+        return
+    has_ended = False
+    try:
+        jobs.train(preflight(compose_run("quickstart", settings)))
+        has_ended = True
+    finally:
+        dismiss(met_only=not has_ended)

@@ -6,6 +6,7 @@ Torch is imported by the functions: the doctor reads the list of checks without 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -371,11 +372,9 @@ def speed(machine: Machine) -> Finding:
 def _speed(scratch: Path, gpu: bool) -> tuple[float, float, float]:
     """Tokens a second of a forward and backward pass, its operations per token, and those a second of a product."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     shape, rows, length = (GPU_SHAPE, 8, 2048) if gpu else (CPU_SHAPE, 4, 256)
-    config, folder = LlamaConfig(**shape, max_position_embeddings=length, tie_word_embeddings=False), scratch / "speed"
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    folder, config = write_wide(scratch / "speed", shape, length)
     precision = "bf16" if gpu else "fp32"
     model = build(folder, SameNumbers(precision, loss_head="auto", training={"micro_batch_size": rows // 4}))
     tokens, ones = torch.randint(2, shape["vocab_size"], (rows, length)), torch.ones(rows, length - 1)
@@ -389,15 +388,68 @@ def _speed(scratch: Path, gpu: bool) -> tuple[float, float, float]:
     return rows * length / step, 6 * parameters, 2 * size**3 / product
 
 
+def write_wide(folder: Path, shape: dict[str, int], length: int) -> tuple[Path, Any]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**shape, max_position_embeddings=length, tie_word_embeddings=False)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder, config
+
+
+def memory_of_a_resume(machine: Machine) -> Finding:
+    """Of each rank's host, while it reads a checkpoint of a distributed optimizer that all ranks have written. The
+    doctor counts its weights and its share of the state; a rank that holds the state of all needs most of their sum."""
+    folder, shape = machine.folder / "resumed", {**GPU_SHAPE, "num_hidden_layers": 2}
+    arguments = machine.scratch, folder, shape
+    used, counted, of_all = machine.run(resumed, *arguments, world=True, limit_s=RESUME_LIMIT_S)
+    machine.exchange("read", None)
+    if machine.rank == 0:  # ten GB
+        shutil.rmtree(folder)
+    said = f"{used / 1e9:.2f} GB of the host; the doctor counts {counted / 1e9:.2f}"
+    if used > 0.9 * of_all:
+        return failed(f"{said}, and {of_all / 1e9:.2f} are the state of all ranks", resume_gb=used / 1e9)
+    return passed(said, resume_gb=used / 1e9)
+
+
+RESUME_LIMIT_S = 180.0
+
+
+def resumed(scratch: Path, out: Path, shape: dict[str, int]) -> tuple[float, float, float]:
+    """Bytes of the host's memory that reading a checkpoint takes at its highest, those that are counted, and those of
+    the state of all ranks."""
+    import torch
+
+    from nemo_edo.megatron import checkpoint
+    from nemo_edo.worker.remote import policy_over
+
+    folder, _ = write_wide(scratch / "wide", shape, LENGTH)
+    step = SameNumbers("bf16" if torch.cuda.is_available() else "fp32", parallelism={"use_distributed_optimizer": True})
+    model = build(folder, step)
+    model.start_training(total_steps=1)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    # bf16 has fp32 weights and Adam's two moments for each.
+    number, state = (2, 12) if torch.cuda.is_available() else (4, 8)
+    examples = batch().with_fields(pair_role=None, exploration_factors=None)
+    policy_over(model).train_step(examples, exploration_weight=EXPLORATION_WEIGHT)  # from which on there is a state
+    checkpoint.save(model.policy, out, with_optimizer=True)
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far begins again
+    before = _resident("VmRSS")
+    checkpoint.load(model.policy, out, with_optimizer=True)
+    counted = weights * (number + state / torch.distributed.get_world_size())
+    return _resident("VmHWM") - before, counted, weights * (number + state)
+
+
+def _resident(name: str) -> float:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
+    return float(line.split()[1]) * 1024
+
+
 # --- why a machine cannot do it ---------------------------------------------------------------------------------------
 
 
 def a_gpu(machine: Machine) -> str | None:
     return None if machine.gpus else "it needs a GPU"
-
-
-def spare_gpus(machine: Machine, count: int = 1) -> str | None:
-    return None if len(machine.gpus) >= machine.world + count else f"it needs {count} more GPUs than the trainer has"
 
 
 def te_on(capability: float = 8.0) -> Callable[[Machine], str | None]:

@@ -97,3 +97,12 @@ def test_a_rank_that_does_not_answer_is_waited_for_once_and_an_answer_of_none_is
     found = replace(machine_of(tmp_path, facts(), facts(), None), store=store, limit_s=30.0)
     assert [found.exchange(name, 4) for name in "xyz"] == [[4, None, None], [4, 5, None], [4, 6, None]]
     assert found.silent == {2} and 29 < store.waited < 30.5
+
+
+def test_servers_need_gpus_that_the_trainers_ranks_on_their_node_leave_over(tmp_path: Path):
+    full, half = ([facts(host, gpus) for host in ("n1", "n2") for _ in range(2)] for gpus in (2, 4))
+    one, none = machine_of(tmp_path, facts(gpus=4), facts(gpus=4)), machine_of(tmp_path, facts("n1"), facts("n2"))
+    needs = [(machine_checks.spare_gpus(machine), machine_checks.another_node(machine))
+             for machine in (machine_of(tmp_path, *full), machine_of(tmp_path, *half), one, none)]
+    short, alone = "it needs 1 more GPUs on a node than the trainer has", "it needs a second node"
+    assert needs == [(short, short), (None, None), (None, alone), (short, None)]
