@@ -120,3 +120,14 @@ def test_a_server_that_dies_fails_its_check_alone_with_what_to_do(tmp_path: Path
     assert status == "pass" and "2.29.7" in versions and str(tmp_path / ".venv-vllm") in versions
     report = json.loads((tmp_path / "runs" / "selftest" / "selftest.json").read_text())
     assert [check["status"] for check in report["checks"]] == [status for status, _ in found.values()]
+
+
+def test_a_run_with_servers_is_one_run_of_all_processes(tmp_path: Path):
+    """Whose server is a stand-in, with other log-probabilities than the trainer's."""
+    state = tmp_path / "state.json"
+    state.write_text("{}")
+    environment(tmp_path / ".venv-vllm", server=SCRIPTED.replace("STATE", repr(str(state))))
+    process = start("selftest", "--only", "server", processes=2, cwd=tmp_path, stdout=subprocess.PIPE)
+    status, said = rows(finish(process)[0])["server: vLLM, refit by disk"]
+    assert status == "fail" and "rank 0" in said and "iteration 0: the mean gap" in said  # a guard has ended the run
+    assert "rank 1" not in said and "did not end" not in said
