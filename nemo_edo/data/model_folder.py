@@ -226,12 +226,12 @@ def _both_versions(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Gives files the modes that a new one gets: safetensors lets nobody but the owner read."""
+    """Gives what is in the folder the modes that new files and folders get: safetensors lets nobody but the owner read,
+    and a copied folder has its source's."""
     mask = os.umask(0)
     os.umask(mask)
-    for file in folder.rglob("*"):
-        if file.is_file():
-            file.chmod(0o666 & ~mask)
+    for path in folder.rglob("*"):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def _write(path: Path, fields: dict[str, Any]) -> None:

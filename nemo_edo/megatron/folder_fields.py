@@ -24,7 +24,7 @@ HARMLESS = frozenset(
     # What describes the file, generation or training, and not what the model computes of a sequence.
     "_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache cache_implementation "
     "initializer_range initializer_factor pad_token_id bos_token_id eos_token_id sep_token_id decoder_start_token_id "
-    "forced_bos_token_id forced_eos_token_id id2label label2id problem_type task_specific_params return_dict "
+    "forced_bos_token_id forced_eos_token_id id2label label2id problem_type task_specific_params "
     "output_attentions output_hidden_states gradient_checkpointing is_decoder chunk_size_feed_forward finetuning_task "
     "max_position_embeddings "  # rotary positions have no end; what a scaling makes of it is in rope_parameters
     "is_encoder_decoder attn_implementation _attn_implementation _attn_implementation_autoset experts_implementation "
@@ -94,6 +94,9 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
     for name in ABOVE_0:
         if isinstance(fields.get(name), int | float) and fields[name] <= 0:
             raise UserError(f"{source}: {name} is {fields[name]}, expected a number above 0")
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(fields.get(name), dict | None):
+            raise UserError(f"{source}: {name} is {_short(fields[name])}, expected an object")
     try:
         config = _config(fields)
     except MADE_ERRORS as error:
@@ -276,12 +279,13 @@ def _check_kinds(config: PretrainedConfig, provider: Any, source: str) -> None:
     """Raises UserError for a scaling of positions that is not the one that Megatron computes for the model's type."""
     places = _places(getattr(config, "rope_parameters", None) or {})
     for place in places:
-        for name in ("factor", "rope_theta"):
-            if (value := place.get(name)) is not None and not value > 0:
-                raise UserError(f"{source}: {name} of the rotary positions is {value}, expected a number above 0")
+        for name, value in place.items():
+            text = isinstance(value, str) and name not in ("rope_type", "type")
+            if text or (name in ("factor", "rope_theta") and value is not None and not value > 0):
+                raise UserError(f"{source}: {name} of the rotary positions is {value!r}, expected a number above 0")
         if place.get("factor", 1.0) is None:
             raise UserError(f"{source}: factor of the rotary positions is null, expected the scaling's factor")
-    kinds = {place.get("rope_type", "default") for place in places}
+    kinds = {str(place.get("rope_type", "default")) for place in places}
     latent = getattr(provider, "multi_latent_attention", False)
     yarn = getattr(provider, "position_embedding_type", None) == "yarn"
     if yarn != ("yarn" in kinds) and not latent:

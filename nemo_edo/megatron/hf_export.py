@@ -36,19 +36,13 @@ def export_hf_folder(
     """
     first, source = torch.distributed.get_rank() == 0, Path(model.bridge.hf_pretrained.model_name_or_path)
     config = model.bridge.hf_pretrained.config
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        if first:
-            write_files(source, out, config, str(config.dtype).removeprefix("torch."))
-        weights = model.bridge.export_hf_weights(
-            model.chunks, cpu=False, show_progress=False, merge_adapter_weights=merge_adapters
-        )
-        # Bridge leaves in the names where adapters are wrapped around a layer.
-        named = ((name.replace(".base_layer.", "."), weight) for name, weight in weights)
-        stored = model.bridge.hf_pretrained.state.source.tensors  # what was loaded (folder_weights.CheckedSource)
-        write_shards(with_untrained(named, stored, config) if first else named, out, max_shard_bytes)
+    if first:
+        write_files(source, out, config, str(config.dtype).removeprefix("torch."))
+    weights = streamed(model, merge_adapters=merge_adapters)
+    stored = model.bridge.hf_pretrained.state.source.tensors  # what was loaded (folder_weights.CheckedSource)
+    write_shards(with_untrained(weights, stored, config) if first else weights, out, max_shard_bytes)
     if first:
         usual_modes(out)
-    logger.debug("Megatron-Bridge: %s", said.getvalue())
 
 
 def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: int) -> None:
@@ -103,19 +97,28 @@ def with_untrained(
         yield name, weight
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name in sorted(stored.keys() - exported - tied):
-        file, layer = stored[name].file, LAYER.search(name)
-        further = layer is not None and int(layer[1]) >= config.num_hidden_layers
-        if not further and not name.endswith("rotary_emb.inv_freq"):
+        file = stored[name].file
+        if not _is_further(name, config) and not name.endswith("rotary_emb.inv_freq"):
             raise UserError(f"{file}: {name} is in no weight of Megatron's, and would be lost in an export")
         with safe_open(file, framework="pt") as tensors:
             yield name, tensors.get_tensor(name)
 
 
-def streamed(model: BuiltModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, adapters merged, one at a time and in the same order each time. All ranks
-    iterate it together."""
+def _is_further(name: str, config: Any) -> bool:
+    layer = LAYER.search(name)
+    return layer is not None and int(layer[1]) >= config.num_hidden_layers
+
+
+def streamed(model: BuiltModel, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The weights under Hugging Face's names, one at a time and in the same order each time. All ranks iterate it
+    together."""
     with contextlib.redirect_stdout(io.StringIO()):  # Bridge prints its progress
-        yield from model.bridge.export_hf_weights(model.chunks, cpu=False, show_progress=False)
+        for name, weight in model.bridge.export_hf_weights(
+            model.chunks, cpu=False, show_progress=False, merge_adapter_weights=merge_adapters
+        ):
+            # Bridge makes tensors of layers that predict further tokens from the embedding (GLM-4.7-Flash).
+            if not _is_further(name, model.bridge.hf_pretrained.config):
+                yield name.replace(".base_layer.", "."), weight  # what it leaves of adapters around a layer
 
 
 def export_adapter_folder(model: BuiltModel, out: Path, base: str | None = None) -> None:

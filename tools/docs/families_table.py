@@ -274,7 +274,7 @@ def served(name: str, folder: Path) -> str:
     """vLLM's log-probabilities of the examples, on a CPU, whose attention has no heads of 16."""
     import torch
 
-    write_folder(name, folder, head_dim=32)
+    write_folder(name, folder, head_dim=32, hidden_size=32 * SHAPE["num_attention_heads"])
     tokens, found = folder / "tokens.json", folder / "logprobs.json"
     tokens.write_text(json.dumps(examples().tokens.tolist()))
     command = [
@@ -287,8 +287,8 @@ def served(name: str, folder: Path) -> str:
         [*command, str(tokens), str(found)], env={**os.environ, **settings}, capture_output=True, text=True
     )
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if re.match(r"[\w.]*(Error|Exception): ", line)]
-        raise ValueError((said or done.stderr.splitlines()[-1:])[-1])
+        said = re.findall(r"^(?:[(\[].*?[)\]]:? )?([\w.]*(?:Error|Exception): .+)", done.stderr, re.MULTILINE)
+        raise ValueError(said[0] if said else f"vLLM ended with status {done.returncode}")  # the first is the cause
     return differ(torch.tensor(json.loads(found.read_text())), dense(folder)[1])
 
 

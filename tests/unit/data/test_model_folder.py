@@ -49,12 +49,14 @@ def test_template_licence_and_generation_config_come_along_with_usual_modes(tmp_
     for name, text in {**kept, **left, "tokenizer_config.json": json.dumps(tokenizer)}.items():
         (source / name).write_text(text)
         (source / name).chmod(0o600)
+    (source / "additional_chat_templates").mkdir(mode=0o700)
     write_files(source, out, AutoConfig.from_pretrained(source), "float32")
     os.umask(before := os.umask(0o022))
     usual_modes(out)
     assert {name: (out / name).read_text() for name in kept} == kept
     assert not [name for name in left if (out / name).exists()]
-    assert {file.stat().st_mode & 0o777 for file in out.iterdir()} == {0o666 & ~before}
+    modes = {(path.is_dir(), path.stat().st_mode & 0o777) for path in out.iterdir()}
+    assert modes == {(False, 0o666 & ~before), (True, 0o777 & ~before)}
     assert json.loads((out / "tokenizer_config.json").read_text()) == {
         "tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["<a>"]}
 

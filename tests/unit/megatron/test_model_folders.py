@@ -148,6 +148,7 @@ DAMAGED_FIELDS = {
     "linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
     "llama3 elsewhere": ("qwen2", {"rope_parameters": LLAMA3}, "llama3|factor"),
     "llama3's factors": ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 3.0}}, "high_freq_factor"),
+    "tuples, which transformers' own model does not take": ("llama", {"return_dict": False}, "return_dict"),
     "both ways": ("llama", {"is_causal": False}, "is_causal"),
     "YaRN's factor": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "a part of the head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -157,6 +158,8 @@ DAMAGED_FIELDS = {
     "one expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1, and"),
     "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4"),
     "no kind": ("llama", {"model_type": ["llama"]}, "model_type is"),
+    "a factor in quotes": ("llama", {"rope_parameters": {**LINEAR, "factor": "2.0"}}, "factor .* is '2.0'"),
+    "a scaling's name alone": ("qwen3", {"rope_scaling": "linear"}, "rope_scaling is .linear"),
     "no factor": ("llama", {"rope_parameters": {**LINEAR, "factor": 0}}, "factor .* is 0"),
 }
 HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
@@ -300,8 +303,11 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rop
           "topk_group": 1, "moe_intermediate_size": 48, "first_k_dense_replace": 1}  # fmt: skip
 
 
-def test_layers_that_predict_further_tokens_are_left_out_as_by_transformers_and_exported(tiny, tmp_path, caplog):
-    folder = tiny.write_tiny_model(tmp_path / "model", "deepseek_v3", **LATENT)
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe_lite"])
+def test_layers_that_predict_further_tokens_are_left_out_as_by_transformers_and_exported(
+    tiny, tmp_path, caplog, model_type
+):
+    folder = tiny.write_tiny_model(tmp_path / "model", model_type, **LATENT)
     further = {f"model.layers.2.{name}.weight": torch.randn(64, size) for name, size in (("eh_proj", 128), ("x", 1))}
     change(folder, **further)
     with pytest.raises(UserError, match=r"model\.layers\.2\.eh_proj"):
