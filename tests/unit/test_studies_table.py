@@ -9,7 +9,7 @@ import studies_table
 import theory_charts
 from studies_table import PAGE, by_seed, difference, mean, page, studies
 
-from nemo_edo.experiments import study as study_module
+from nemo_edo.experiments import study_table
 from nemo_edo.experiments.study import ArmEntry
 from nemo_edo.experiments.study_table import COLUMNS
 from nemo_edo.experiments.verdict import gains, markdown
@@ -49,7 +49,7 @@ def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
     rows = [row(arm, seed, vote + seed / 100, task=task, dose=dose, temperature="best", cpu_seconds="1")
             for task in study.tasks for seed in (1, 2)
             for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.1", 0.6))]  # fmt: skip
-    for module in (studies_table, study_module):
+    for module in (studies_table, study_table):
         monkeypatch.setattr(module, "read_rows", lambda path: rows)
     assert studies_table.tables(study)[-2:] == [
         "The claim is won by ed_grpo (at least 2 of 2 tasks): ed_grpo wins 2 of 2 (sums, chain).",
