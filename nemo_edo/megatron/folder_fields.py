@@ -74,7 +74,7 @@ ABOVE_0 = (
 """Megatron takes 0 of some of them for none."""
 MADE_ERRORS = (
     *(StrictDataclassError, KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError),
-    ArithmeticError,
+    *(ArithmeticError, ImportError),
 )
 """Errors of transformers, Bridge and megatron-core for a config that they do not take."""
 
@@ -124,6 +124,7 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
     # The names that the config's class declares: it also takes any other, and keeps it.
     declared = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
     declared |= set(type(config)().to_dict()) | set(config.attribute_map)
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with _quiet():
         try:
             compare = _Comparison(config, provider)
@@ -139,8 +140,7 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
             value, known = fields[name], name in declared or name in UNDECLARED or name in STEERING
             if not known and value in (None, False, [], {}):
                 continue  # transformers does not read it, and what it would turn on is off
-            ignores = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._keys_to_ignore_on_load_unexpected
-            if name == FURTHER and ignores and isinstance(value, int):
+            if name == FURTHER and model._keys_to_ignore_on_load_unexpected and isinstance(value, int):
                 continue  # folder_weights.py finds their tensors
             taken = UNDECLARED.get(name) or UNREAD.get(name)
             if name not in declared and taken is not None and value in (None, taken(config)):
