@@ -270,12 +270,12 @@ def as_transformers(case: Case) -> str:
 def compare_alone(cfg: RunConfig, scratch: Path) -> dict[str, Any]:
     """The comparison of a config's model in this process, which no split needs."""
     from nemo_edo.run.build import Builder
-    from nemo_edo.run.comparison import LENGTH, Comparison
+    from nemo_edo.run.comparison import LENGTH, FolderComparison
     from nemo_edo.run_folder import RunFolder
 
     cfg = replace(cfg, parallelism=ParallelismConfig())
     folder, length = find_model(str(cfg.model.path)), cfg.model.seq_length or LENGTH
-    comparison = Comparison(folder, cfg.precision, cfg.parallelism, length, scratch)
+    comparison = FolderComparison(folder, cfg.precision, cfg.parallelism, length, scratch)
     try:
         return comparison.finish(Builder(cfg, RunFolder(scratch)).model(cfg.sft, folder=comparison.folder))
     finally:

@@ -21,7 +21,7 @@ from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.experiments.grid import quoted
-from nemo_edo.experiments.sweep import Sweep, plan_sweep, write_members
+from nemo_edo.experiments.sweep import SweepGrid, plan_sweep, write_members
 from nemo_edo.run_folder import LAUNCH, RunFolder
 from nemo_edo.utils.files import check_folder
 
@@ -52,7 +52,7 @@ class Launch:
     waiting: tuple[int, ...]  # indices of the members that are not finished
     cluster: ClusterConfig
     server_limit_s: float  # seconds until servers must be ready
-    sweep: Sweep | None = None  # the members', which gets a report at its end
+    sweep: SweepGrid | None = None  # the members', which gets a report at its end
     cfg: RunConfig | None = None  # of the run, or of the sweep's first one
 
 

@@ -32,7 +32,7 @@ MEMORY_MB = 1024
 
 
 @dataclass(frozen=True)
-class Failure:
+class Unrendered:
     """Why a conversation has no text, after the template's name."""
 
     reason: str
@@ -62,7 +62,7 @@ class ChatTemplate:
                 has = did_you_mean(name, names) or f" (it reads {', '.join(names)})"
                 raise UserError(f"data.chat_template_kwargs has {name!r}, which {self.name} does not read{has}")
 
-    def render(self, chats: Sequence[Sequence[Message]], *, closed: Collection[int] = ()) -> list[str | Failure]:
+    def render(self, chats: Sequence[Sequence[Message]], *, closed: Collection[int] = ()) -> list[str | Unrendered]:
         """The text of each chat, or why it has none. closed: places of those without a beginning of the model's turn.
 
         Raises UserError for a template that Jinja cannot read.
@@ -75,7 +75,7 @@ class ChatTemplate:
         ])[1:]  # fmt: skip
 
     def _run(self, variables: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The names of the template's variables, and its text, or a Failure, for each of these."""
+        """The names of the template's variables, and its text, or an Unrendered, for each of these."""
         # Prepared: a worker that loads Jinja first may use up a conversation's time with it.
         pool = WorkerPool(Limits(SECONDS, MEMORY_MB, workers=1, budget_s=SECONDS), prepare=f"{__name__}:_compiled")
         try:
@@ -87,13 +87,13 @@ class ChatTemplate:
         }  # fmt: skip
         for place, one in enumerate(found):
             if isinstance(one, TaskFailure):
-                found[place] = Failure(reasons.get(one) or f"{one.reason} ({one.exit_status})")
-        if isinstance(found[0], Failure):
+                found[place] = Unrendered(reasons.get(one) or f"{one.reason} ({one.exit_status})")
+        if isinstance(found[0], Unrendered):
             raise UserError(f"{self.name} {found[0].reason}; correct it, or set {SETTING} to a file or to false")
         return found
 
 
-def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None) -> str | list[str] | Failure:
+def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None) -> str | list[str] | Unrendered:
     """In a worker: the template's text with these variables, or without any the names of those that it reads."""
     from jinja2 import TemplateNotFound, TemplateSyntaxError
 
@@ -103,11 +103,11 @@ def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None)
     except MemoryError:
         raise
     except TemplateSyntaxError as error:
-        return Failure(f"has a syntax error in line {error.lineno}: {error.message}")
+        return Unrendered(f"has a syntax error in line {error.lineno}: {error.message}")
     except TemplateNotFound as error:
-        return Failure(f"includes another file ({error.name}), which is not read: write it into the template")
+        return Unrendered(f"includes another file ({error.name}), which is not read: write it into the template")
     except Exception as error:  # a template can raise anything
-        return Failure(f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}")
+        return Unrendered(f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}")
 
 
 def _text(template: Template, variables: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_edo.data.chat import SETTING, ChatTemplate, Failure, Message, chat_template
+from nemo_edo.data.chat import SETTING, ChatTemplate, Message, Unrendered, chat_template
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.wording import did_you_mean
@@ -245,7 +245,7 @@ def _encode_prompts(
         markup = Markup(tokenizer, style.kept, require_begun(chat, chats[0], problems[0].source))
         marked = [[{**message, "content": markup.text(message["content"])} for message in one] for one in chats]
         for problem, messages, text in zip(problems, chats, chat.render(marked), strict=True):
-            if isinstance(text, Failure):
+            if isinstance(text, Unrendered):
                 raise UserError(f"{problem.source}: {chat.name} {text.reason}; {REMEDY}")
             own = tuple(message["content"] for message in messages if message["role"] in ("system", "user"))
             prompts.append(Prompt(problem, own, markup.plain(text), _encode(text, tokenizer, markup, problem)))
@@ -329,7 +329,7 @@ def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) 
     prompt, closed, reply, asked_again = chat.render(
         [empty, empty, answered, [*answered, {"role": "user", "content": _CONTENT}]], closed=(1, 2, 3)
     )
-    if isinstance(prompt, Failure):
+    if isinstance(prompt, Unrendered):
         raise UserError(f"{source}: {chat.name} {prompt.reason}; {REMEDY}")
     # Mistral's always begins it, add_generation_prompt or not: a reply follows immediately. What precedes the last
     # question may differ, since Mistral's has the system message there and only there.

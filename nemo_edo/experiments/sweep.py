@@ -28,7 +28,7 @@ LONGEST_NAME = 120
 
 
 @dataclass(frozen=True)
-class Sweep(Grid):
+class SweepGrid(Grid):
     """Runs that have all been composed and checked."""
 
     config_name: str
@@ -37,7 +37,7 @@ class Sweep(Grid):
     cells: tuple[Cell, ...]
 
 
-def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> Sweep:
+def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> SweepGrid:
     """The runs of a sweep: every combination of the values that overrides list, in Hydra's sweep syntax.
 
     ``KEY=A,B``, ``KEY=choice(A,B)`` and ``KEY=range(START,STOP,STEP)``; the last key varies fastest. Raises
@@ -58,19 +58,19 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
     for name, values in zip(names, combinations, strict=True):
         place = (f"output_dir={quoted(str(folder))}", f"name={quoted(name)}")
         cells.append(Cell(name=name, config_name=config_name, overrides=(*values, *place), config_dir=config_dir))
-    sweep = Sweep(config_name, folder, tuple(cells))
+    sweep = SweepGrid(config_name, folder, tuple(cells))
     for cell in sweep.cells:
         sweep.run_folder(cell).check_free(cell.config)
     return sweep
 
 
-def run_sweep(sweep: Sweep, *, jobs: int = 1, processes: int = 1) -> list[FailedCell]:
+def run_sweep(sweep: SweepGrid, *, jobs: int = 1, processes: int = 1) -> list[FailedCell]:
     """``run_grid``, with the sweep's list of its runs."""
     write_members(sweep)
     return run_grid(sweep, jobs=jobs, processes=processes)
 
 
-def write_members(sweep: Sweep) -> None:
+def write_members(sweep: SweepGrid) -> None:
     """``sweep.yaml``: the runs with their overrides, those of earlier sweeps in the folder included."""
     path = sweep.folder / "sweep.yaml"
     check_folder(sweep.folder)

@@ -63,7 +63,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Failure:
+class FailedCall:
     """Why a call has no result."""
 
     reason: str  # what the function did, without its name
@@ -173,7 +173,7 @@ class CustomScorer:
         """Ends the process; also done when this is garbage-collected."""
         self._pool.close()
 
-    def _results(self, name: str, responses: Sequence[Response]) -> tuple[list[Result], Failure | None]:
+    def _results(self, name: str, responses: Sequence[Response]) -> tuple[list[Result], FailedCall | None]:
         """One function's results up to the first call that failed, and why that failed."""
         self.check()
         (key, function), signature, results = self._functions[name], self._signatures[name], []
@@ -189,24 +189,26 @@ class CustomScorer:
             for row, one in enumerate(given):
                 if missing := next((name for name in fields.values() if name not in one), None):
                     there = ", ".join(sorted(name.removeprefix(COLUMN) for name in one if name.startswith(COLUMN)))
-                    return results, Failure(f"takes the {missing}, which the data has not; there are {there}", row=row)
+                    return results, FailedCall(
+                        f"takes the {missing}, which the data has not; there are {there}", row=row
+                    )
             arguments = {name: [one[field] for one in given] for name, field in fields.items()}
             call, limit_s = (function.path, key, arguments, signature, len(rows)), self.rewards.function_time_limit_s
             [answer] = self._pool.run("nemo_edo.rewards.custom:call", [call], wall_s=limit_s * len(rows))
             if isinstance(answer, TaskFailure):
                 self._signatures = {}  # a new worker imports the functions, which may take longer than a call
                 each = f" for each of {len(rows)} responses" if len(rows) > 1 else ""
-                answer = Failure(
+                answer = FailedCall(
                     f"took longer than rewards.function_time_limit_s = {limit_s:g}{each}"
                     if answer == TIMED_OUT
                     else f"ended its process (exit status {answer.exit_status})"
                 )
-            if isinstance(answer, Failure):
+            if isinstance(answer, FailedCall):
                 return results, answer
             results += answer
         return results, None
 
-    def _described(self, name: str, response: Response, failure: Failure) -> str:
+    def _described(self, name: str, response: Response, failure: FailedCall) -> str:
         """The failure with its place in words; the response is written to a file."""
         (key, function), rollout, problem = self._functions[name], response.rollout, response.problem
         path = self.failures / f"reward_{file_name(problem.id)}_sample_{rollout.sample_index}.json"
@@ -273,7 +275,7 @@ def signature(path: str, key: str) -> Signature | UserError:
 
 def call(
     path: str, key: str, arguments: Mapping[str, list], signature: Signature, responses: int
-) -> list[Result] | Failure:
+) -> list[Result] | FailedCall:
     """The ``Result`` of each response. arguments: lists."""
     function = _function(path, key)
     try:
@@ -289,25 +291,25 @@ def call(
             if isinstance(returned, BaseException):
                 raise returned
     except (Exception, SystemExit) as error:  # whatever a user's function raises is a user's error
-        return Failure(f"raised {said(error)}", traceback.format_exc())
+        return FailedCall(f"raised {said(error)}", traceback.format_exc())
     finally:
         sys.stdout.flush()  # a worker that is killed later has lost nothing
     if hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()
     if not isinstance(returned, list | tuple) or len(returned) != responses:
         size = f"{len(returned)} results" if isinstance(returned, list | tuple) else shown(returned)
-        return Failure(f"returned {size} for {responses} responses, expected a list with one for each")
+        return FailedCall(f"returned {size} for {responses} responses, expected a list with one for each")
     results = []
     for row, value in enumerate(returned):
         if isinstance(value, BaseException):
-            return Failure(f"raised {said(value)}", "".join(traceback.format_exception(value)), row)
+            return FailedCall(f"raised {said(value)}", "".join(traceback.format_exception(value)), row)
         if isinstance(value, dict) and {"solution_str", "solution_strs"} & arguments.keys():  # verl logs texts as well
             value = {name: v for name, v in value.items() if name in (SCORE, VOTE) or not isinstance(v, str | None)}
         try:
             # None of TRL's: the reward says nothing of this response.
             results.append(as_result(0.0 if value is None and COMPLETIONS in arguments else value))
         except ValueError as error:
-            return Failure(f"returned {error}", row=row)
+            return FailedCall(f"returned {error}", row=row)
     return results
 
 

@@ -75,7 +75,7 @@ class Parts:
         missing = [request for request in requests if _key(request) not in found]
         # A scorer that compares a problem's responses gets them together.
         together = Counter(one.problem_id for one in missing) if getattr(scorer, "by_group", False) else {}
-        arrivals = Arrivals(self, scorer, problems, together)
+        arrivals = StoredArrivals(self, scorer, problems, together)
         streams = hasattr(engine, "takes_all")
         begun = time.monotonic()
         try:
@@ -126,7 +126,7 @@ class Parts:
         return {_key(item.rollout): item for item in stored}
 
 
-class Arrivals:
+class StoredArrivals:
     """``interfaces.Arrivals``: scores responses and puts them on disk in another thread."""
 
     def __init__(self, parts: Parts, scorer: Scorer, problems: Sequence[Problem], together: Mapping[str, int]) -> None:

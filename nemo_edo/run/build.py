@@ -21,7 +21,7 @@ from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
-from nemo_edo.run.comparison import LENGTH, RECORD, Comparison, in_words
+from nemo_edo.run.comparison import LENGTH, RECORD, FolderComparison, in_words
 from nemo_edo.run.inputs import Data, model_folder
 from nemo_edo.run.made_from import require_served
 from nemo_edo.run_folder import RunFolder
@@ -77,7 +77,7 @@ class Builder:
         self._cfg, self._folder, self._data = cfg, folder, data
         self.servers: ServerEngine | None = None
         """The engine of all stages; None: each generates with its own model."""
-        self._comparison: Comparison | None = None
+        self._comparison: FolderComparison | None = None
 
     @property
     def holds_no_model(self) -> bool:
@@ -123,7 +123,7 @@ class Builder:
             shutil.rmtree(scratch, ignore_errors=True)  # of a killed run
             scratch.mkdir()
             folder, length = find_model(cfg.model.path), cfg.model.seq_length or LENGTH
-            self._comparison = Comparison(folder, cfg.precision, cfg.parallelism, length, scratch)
+            self._comparison = FolderComparison(folder, cfg.precision, cfg.parallelism, length, scratch)
 
     def first(self) -> RemotePolicy:
         """The model that the run starts from, once it is known to be transformers'."""

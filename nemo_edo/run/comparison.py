@@ -31,7 +31,7 @@ SINGLE, BF16_NOISES, FP8 = 0.002, 3.0, 0.06
 """Constants of ``deviation``."""
 
 
-class Comparison:
+class FolderComparison:
     """A comparison that has begun: another process computes transformers' side."""
 
     def __init__(

@@ -7,11 +7,11 @@ import yaml
 
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.experiments.sweep import Sweep, plan_sweep, write_members
+from nemo_edo.experiments.sweep import SweepGrid, plan_sweep, write_members
 from nemo_edo.report.run_folders import sweep_members
 
 
-def plan(*overrides: str, folder: Path = Path("runs")) -> Sweep:
+def plan(*overrides: str, folder: Path = Path("runs")) -> SweepGrid:
     return plan_sweep("alpha_sweep", [*overrides, f"output_dir={folder}"])
 
 

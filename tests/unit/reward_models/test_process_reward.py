@@ -266,7 +266,7 @@ def test_another_model_under_the_same_name_is_refused_even_in_the_same_folder(ru
     ({"servers": ServersConfig(urls=["http://node7:8000"])}, "servers.urls"),
 ])  # fmt: skip
 def test_a_wrong_command_is_an_error_before_a_model_is_loaded(run, model, monkeypatch, given: dict, message: str):
-    monkeypatch.setattr(module, "_scorer", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(module, "ProcessRewardModel", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(UserError, match=message):
         score(run, **{"model": model, **given})
     with pytest.raises(UserError, match="is not the folder of a run"):
@@ -287,7 +287,7 @@ def test_responses_beyond_the_context_are_found_before_a_model_is_loaded_or_scor
     limit = max(lengths) - 1
     (small / "config.json").write_text(json.dumps({**fields, "max_position_embeddings": limit}))
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_scorer", lambda *_: pytest.fail("a model was loaded"))
+        patch.setattr(module, "ProcessRewardModel", lambda *_, **__: pytest.fail("a model was loaded"))
         with pytest.raises(UserError, match=f"context of {limit} tokens"):
             score(run, small, arm="grpo")
     said = score(run, small, arm="grpo", too_long="zero")

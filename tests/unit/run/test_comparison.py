@@ -61,7 +61,8 @@ def test_a_model_without_room_is_compared_by_its_first_and_last_layers(tiny, tmp
     tiny.write_tiny_model(source, "qwen3_moe", num_hidden_layers=7, mlp_only_layers=[0, 5], **EXPERTS)
     monkeypatch.setattr(comparison, "MOST_BYTES", 0)
     scratch.mkdir()
-    begun, policy = comparison.Comparison(source, PrecisionConfig(), ParallelismConfig(), 128, scratch), Policy(0.0)
+    begun = comparison.FolderComparison(source, PrecisionConfig(), ParallelismConfig(), 128, scratch)
+    policy = Policy(0.0)
     policy.folder = begun.folder
     found = begun.finish(policy)
     assert found["layers"] == [0, 1, 5, 6] and found["nats"] < 1e-4
@@ -84,7 +85,7 @@ def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path, monk
     from nemo_edo.run_folder import RunFolder
 
     asked = []
-    monkeypatch.setattr("nemo_edo.run.build.Comparison", lambda *given: asked.append(given))
+    monkeypatch.setattr("nemo_edo.run.build.FolderComparison", lambda *given: asked.append(given))
     path, run = tiny.write_tiny_model(tmp_path / "model"), RunFolder(tmp_path)
     cfg = compose_run("quickstart", [f"model.path={path}", "model.architecture=null"])
     own = replace(cfg.model, path=None, architecture={"model_type": "llama"})
