@@ -163,15 +163,20 @@ def set_latent_norms(chunks: list[MegatronModule]) -> list[MegatronModule]:
 
 
 def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = False) -> None:
-    """Raises UserError where a layer's attention cannot keep packed sequences apart, or does not support prompts that
+    """Raises UserError where a layer cannot keep packed sequences apart, or its attention does not support prompts that
     they share."""
+    from megatron.bridge.models.falcon_h1.modeling_falconh1.falconh1_layer import FalconH1Layer
+    from megatron.bridge.models.gemma.gemma2_provider import Gemma2DotProductAttention
+
     modules = [module for chunk in chunks for module in chunk.modules()]
     latent = any(isinstance(module, SDPAttention) and module.config.multi_latent_attention for module in modules)
-    if latent or any(isinstance(module, DotProductAttention) for module in modules):
+    # Falcon-H1's does not tell its Mamba layers of the pack: a sequence would begin in the state that the last one left.
+    mixing = (DotProductAttention, Gemma2DotProductAttention, FalconH1Layer)
+    if latent or any(isinstance(module, mixing) for module in modules):
         raise UserError(
-            "packing needs attention that keeps packed sequences apart; this model has Megatron's own, or latent "
-            "attention without Transformer Engine, which do not: set packing=false, or model.attention=auto if it was "
-            "local"
+            "packing needs layers that keep packed sequences apart; this model has Megatron's own attention, latent "
+            "attention without Transformer Engine, or Megatron-Bridge's layers of Gemma 2 or Falcon-H1, which do not: "
+            "set packing=false, or model.attention=auto if it was local"
         )
     layers = [module for module in modules if isinstance(module, Attention)]
     # Flash and cuDNN's attention take 16 bits only, and Transformer Engine's own no packed sequences.

@@ -116,12 +116,14 @@ def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
-        # Transformer Engine's ring attention reads these alone, and takes them for gaps unless told otherwise.
+        # Transformer Engine's ring attention asks for these, and reads all of them from the GPU in each layer unless it
+        # is told that there are no gaps.
         cu_seqlens_q_padded=boundaries,
         cu_seqlens_kv_padded=boundaries,
         pad_between_seqs=False,
         max_seqlen_q=max(own),
         max_seqlen_kv=max(own),
+        seq_idx=rows[None].to(torch.int32),  # Mamba layers keep the sequences apart by this alone
         lengths=tuple(own),
     )
     experts = None if micro.routed_experts is None else packed(micro.routed_experts)

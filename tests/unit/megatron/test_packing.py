@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
+from megatron.core.packed_seq_params import PackedSeqParams
 
 from nemo_edo.data.batching import build_batch, sequence_lengths
 from nemo_edo.data.shares import Prompts
@@ -75,6 +76,8 @@ def test_context_parallel_ranks_get_of_each_packed_sequence_what_megatron_rotate
             if inside:
                 seen[row, place] += 1
     assert torch.equal(seen, inputs.kept.float())
+    of_megatron = PackedSeqParams(cu_seqlens_q_padded=inputs.packed.cu_seqlens_q, total_tokens=sum(padded))
+    assert torch.equal(inputs.packed.seq_idx, of_megatron.seq_idx)  # what Mamba layers read, of all ranks' tokens
 
 
 def test_attention_has_blocks_of_sequences_of_like_length():
