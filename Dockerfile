@@ -51,7 +51,7 @@ ENTRYPOINT ["nemo-edo"]
 # It needs PyTorch 2.9.1 for CUDA 13.0; the image has the OpenMPI and CUDA toolkit that its installation needs.
 # pip and not uv: NVIDIA's package on PyPI fetches the wheel while it is installed, which NVIDIA describes for pip.
 FROM trainer AS trtllm
-ARG TRTLLM_VERSION=1.2.1
+ARG TRTLLM_VERSION=1.3.0rc3
 USER 0
 RUN /opt/nemo-edo/tools/uv venv --no-config /opt/trtllm \
     && /usr/bin/python3 -m pip --python /opt/trtllm/bin/python install \

@@ -174,13 +174,14 @@ class VLLM(ServerAPI):
 
 
 class TRTLLM(ServerAPI):
-    """``trtllm-serve`` with its PyTorch backend (release 1.2.1), written from its sources, but never run, as it needs a
-    GPU. It loads weights only when it starts, so a refit restarts it. It supports no key, hence loopback only. Its
-    log-probabilities are before the temperature, hence temperature 1 only. Its precision is ``config.json``'s."""
+    """``trtllm-serve`` with its PyTorch backend (1.3.0rc3: completions of 1.2 have no log-probabilities), written from
+    its sources, but never run, as it needs a GPU. It loads weights only when it starts, so a refit restarts it. It
+    supports no key, hence loopback only. Its log-probabilities are before the temperature, hence temperature 1 only.
+    Its precision is ``config.json``'s."""
 
     backend = "trtllm"
     package = "tensorrt_llm"
-    install = "pip install tensorrt_llm==1.2.1 in a separate environment, on a machine with GPUs"
+    install = "pip install tensorrt_llm==1.3.0rc3 in a separate environment, on a machine with GPUs"
 
     def model_name(self, model: Path) -> str:
         return model.name

@@ -170,7 +170,7 @@ def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = Fa
 
     modules = [module for chunk in chunks for module in chunk.modules()]
     latent = any(isinstance(module, SDPAttention) and module.config.multi_latent_attention for module in modules)
-    # Falcon-H1's does not tell its Mamba layers of the pack: a sequence would begin in the state that the last one left.
+    # Falcon-H1's does not tell its Mamba layers of the pack: a sequence would begin in the last one's final state.
     mixing = (DotProductAttention, Gemma2DotProductAttention, FalconH1Layer)
     if latent or any(isinstance(module, mixing) for module in modules):
         raise UserError(

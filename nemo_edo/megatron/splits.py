@@ -66,6 +66,13 @@ def check_splits(model: TransformerConfig | ModelShape, parallelism: Parallelism
     if not model.num_moe_experts:
         split["units of an MLP"] = model.ffn_hidden_size
     _divides("tensor_model_parallel_size", parallelism.tensor_model_parallel_size, split)
+    sinks = getattr(model, "softmax_type", "vanilla") != "vanilla"  # by heads (a2a), their gradient is C times as large
+    windows = getattr(model, "window_size", None) is not None and getattr(model, "cp_comm_type", None) != "a2a"
+    if parallelism.context_parallel_size > 1 and (sinks or windows):
+        raise UserError(
+            f"parallelism.context_parallel_size {parallelism.context_parallel_size}: Transformer Engine shares no "
+            f"sequences in attention with {'sinks' if sinks else 'sliding windows'}, which this model has; set it to 1"
+        )
     layers = model.num_layers
     pipeline, virtual = parallelism.pipeline_model_parallel_size, parallelism.virtual_pipeline_model_parallel_size
     _divides("pipeline_model_parallel_size", pipeline, {"layers": layers})

@@ -33,6 +33,8 @@ VOCABULARY = 151_936
     (EXPERTS, {"expert_model_parallel_size": 3}, r"expert_.* 3 .* 128 experts"),
     (EXPERTS, {"expert_tensor_parallel_size": 5}, r"expert_tensor_.* 5 .* 768 units of an expert"),
     (EXPERTS, {"tensor_model_parallel_size": 2}, r"tensor_.* 2 .*parallelism.sequence_parallel"),
+    (SimpleNamespace(**vars(DENSE), window_size=(127, 0)), {"context_parallel_size": 2}, r"context_.* 2: .* windows"),
+    (SimpleNamespace(**vars(DENSE), softmax_type="learnable"), {"context_parallel_size": 2}, r"context_.* 2: .* sinks"),
 ])
 def test_a_size_that_does_not_divide_the_model_is_an_error_that_says_which_would(model, split, named):
     check_splits(model, ParallelismConfig(), VOCABULARY)
