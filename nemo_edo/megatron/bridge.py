@@ -25,9 +25,11 @@ from nemo_edo.megatron.layer_spec import check_family, set_latent_norms, set_lay
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.routing import forget_routers
-from nemo_edo.megatron.splits import check_adapters, check_device, check_splits
+from nemo_edo.megatron.splits import check_adapters, check_context_parallel, check_device, check_splits
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from nemo_edo.megatron.folder_weights import CheckedSource
 
 logger = logging.getLogger(__name__)
@@ -69,21 +71,21 @@ class BuiltModel:
         self.stale = config is not None and config.overlap_param_gather
 
 
-def check_model_folder(folder: Path) -> dict[str, Any]:
+def check_model_folder(folder: Path, parallelism: ParallelismConfig | None = None) -> dict[str, Any]:
     """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained as what it is to
     transformers, before any time is spent on it: every command that loads a model's weights goes through it."""
     fields = check_files(folder)
     if not isinstance(fields.get("model_type"), str):
         raise UserError(f"{folder / 'config.json'}: model_type is {fields.get('model_type')!r}, expected a text")
     check_family(fields["model_type"], str(folder / "config.json"))
-    if _check_conversion(folder, fields).further:
+    if _check_conversion(folder, fields, parallelism or ParallelismConfig()).further:
         logger.warning("%s: its layers that predict further tokens stay as they are: they are not trained", folder)
     if others := unread_files(folder):
         logger.warning("%s: not read, as transformers does not read it: %s", folder, ", ".join(others))
     return fields
 
 
-def _check_conversion(folder: Path, fields: dict[str, Any]) -> CheckedSource:
+def _check_conversion(folder: Path, fields: dict[str, Any], parallelism: ParallelismConfig) -> CheckedSource:
     from megatron.bridge import AutoBridge
 
     from nemo_edo.megatron.folder_fields import check_fields, load_config
@@ -103,7 +105,12 @@ def _check_conversion(folder: Path, fields: dict[str, Any]) -> CheckedSource:
         )
     config = load_config(fields, source)
     bridge = AutoBridge.from_hf_config(config)._model_bridge
-    check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
+
+    def provider(one: PretrainedConfig) -> Any:
+        return bridge.provider_bridge(SimpleNamespace(config=one))
+
+    check_fields(fields, config, provider, source)
+    check_context_parallel(provider(config), parallelism)
     return check_weights(folder, config, bridge.mapping_registry())
 
 
@@ -132,7 +139,7 @@ def build_model(
     machine = device_support(device)
     check_device(parallelism, precision, machine)
     check_fp8_support(precision, machine)
-    source = _check_conversion(folder, read_fields(folder))
+    source = _check_conversion(folder, read_fields(folder), parallelism)
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     bridge.hf_pretrained._state_dict_accessor = StateDict(source)
     bridge.hf_pretrained.config.dtype = DTYPES[precision.dtype]  # of the weights, in memory and as exported

@@ -66,13 +66,6 @@ def check_splits(model: TransformerConfig | ModelShape, parallelism: Parallelism
     if not model.num_moe_experts:
         split["units of an MLP"] = model.ffn_hidden_size
     _divides("tensor_model_parallel_size", parallelism.tensor_model_parallel_size, split)
-    sinks = getattr(model, "softmax_type", "vanilla") != "vanilla"  # by heads (a2a), their gradient is C times as large
-    windows = getattr(model, "window_size", None) is not None and getattr(model, "cp_comm_type", None) != "a2a"
-    if parallelism.context_parallel_size > 1 and (sinks or windows):
-        raise UserError(
-            f"parallelism.context_parallel_size {parallelism.context_parallel_size}: Transformer Engine shares no "
-            f"sequences in attention with {'sinks' if sinks else 'sliding windows'}, which this model has; set it to 1"
-        )
     layers = model.num_layers
     pipeline, virtual = parallelism.pipeline_model_parallel_size, parallelism.virtual_pipeline_model_parallel_size
     _divides("pipeline_model_parallel_size", pipeline, {"layers": layers})
@@ -101,6 +94,18 @@ def check_splits(model: TransformerConfig | ModelShape, parallelism: Parallelism
         raise UserError(
             f"parallelism.tensor_model_parallel_size {parallelism.tensor_model_parallel_size} needs "
             "parallelism.sequence_parallel in a model with experts, as Megatron-core trains them"
+        )
+
+
+def check_context_parallel(model: TransformerConfig, parallelism: ParallelismConfig) -> None:
+    """Raises UserError where Transformer Engine's attention would not compute a sequence that ranks share."""
+    if parallelism.context_parallel_size == 1:
+        return
+    sinks = model.softmax_type != "vanilla"  # by heads (a2a), their gradient is C times as large
+    if sinks or (model.window_size is not None and model.cp_comm_type != "a2a"):
+        raise UserError(
+            f"parallelism.context_parallel_size {parallelism.context_parallel_size}: Transformer Engine shares no "
+            f"sequences in attention with {'sinks' if sinks else 'sliding windows'}, which this model has; set it to 1"
         )
 
 

@@ -383,7 +383,7 @@ def check_model(cfg: RunConfig) -> None:
     else:
         from nemo_edo.megatron.bridge import check_model_folder
 
-        fields = check_model_folder(folder)
+        fields = check_model_folder(folder, cfg.parallelism)
     check_expected(cfg.model.architecture, fields, str(path))
     if cfg.model.seq_length is not None:
         check_context(folder, fields, cfg.model.seq_length, given=True)

@@ -3,6 +3,11 @@
 import pytest
 import torch
 
+from nemo_edo.config import ParallelismConfig
+from nemo_edo.errors import UserError
+from nemo_edo.megatron import platform
+from nemo_edo.megatron.bridge import check_model_folder
+
 ORIGINAL = 8192
 """Positions of Llama 3's context before its scaling."""
 SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -72,3 +77,12 @@ def test_logits_are_those_of_transformers_to_one_in_a_hundred_thousand(tiny, tmp
     if length > ORIGINAL:
         unscaled = dense_logits(folder, tokens, scaled=False)
         assert (unscaled - logits)[:, ORIGINAL:].abs().max() > 1e-3, "positions beyond the context do not show"
+
+
+def test_windows_that_ranks_cannot_share_are_found_with_the_folder(tiny, tmp_path):
+    platform.enter(1)  # Bridge is imported after it
+    model_type, fields, _ = FAMILIES["gemma 3, two rotary bases"]
+    folder = tiny.write_tiny_model(tmp_path, model_type, **fields)
+    check_model_folder(folder)
+    with pytest.raises(UserError, match="context_parallel_size 2: .*sliding windows"):
+        check_model_folder(folder, ParallelismConfig(context_parallel_size=2))

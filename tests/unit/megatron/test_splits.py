@@ -9,7 +9,7 @@ from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import platform
 from nemo_edo.megatron.precision import DeviceSupport
-from nemo_edo.megatron.splits import check_device, check_splits, check_world
+from nemo_edo.megatron.splits import check_context_parallel, check_device, check_splits, check_world
 
 DENSE = SimpleNamespace(
     num_attention_heads=14, num_query_groups=2, num_layers=24, ffn_hidden_size=4864, num_moe_experts=None
@@ -33,8 +33,6 @@ VOCABULARY = 151_936
     (EXPERTS, {"expert_model_parallel_size": 3}, r"expert_.* 3 .* 128 experts"),
     (EXPERTS, {"expert_tensor_parallel_size": 5}, r"expert_tensor_.* 5 .* 768 units of an expert"),
     (EXPERTS, {"tensor_model_parallel_size": 2}, r"tensor_.* 2 .*parallelism.sequence_parallel"),
-    (SimpleNamespace(**vars(DENSE), window_size=(127, 0)), {"context_parallel_size": 2}, r"context_.* 2: .* windows"),
-    (SimpleNamespace(**vars(DENSE), softmax_type="learnable"), {"context_parallel_size": 2}, r"context_.* 2: .* sinks"),
 ])
 def test_a_size_that_does_not_divide_the_model_is_an_error_that_says_which_would(model, split, named):
     check_splits(model, ParallelismConfig(), VOCABULARY)
@@ -89,3 +87,18 @@ def test_cuda_means_the_cpu_and_a_block_that_names_a_device_still_does():
         within = [torch.zeros(2), torch.tensor(2.0), torch.empty_like(torch.ones(2)), torch.ones(2, device="cpu")]
     assert [one.device.type for one in within] == ["meta", "meta", "meta", "cpu"]
     assert plain.cuda() is plain and plain.type() == "torch.cuda.FloatTensor"
+
+
+PLAIN = {"softmax_type": "vanilla", "window_size": None, "cp_comm_type": None}
+
+
+@pytest.mark.parametrize(("model", "named"), [
+    ({"window_size": (127, 0)}, "sliding windows"),
+    ({"softmax_type": "learnable", "window_size": (127, 0), "cp_comm_type": "a2a"}, "sinks"),
+])
+def test_attention_that_ranks_cannot_share_is_an_error(model, named):
+    shared, model = ParallelismConfig(context_parallel_size=2), SimpleNamespace(**PLAIN | model)
+    check_context_parallel(model, ParallelismConfig())
+    check_context_parallel(SimpleNamespace(**PLAIN | {"window_size": (127, 0), "cp_comm_type": "a2a"}), shared)
+    with pytest.raises(UserError, match=f"context_parallel_size 2: .* {named}"):
+        check_context_parallel(model, shared)
