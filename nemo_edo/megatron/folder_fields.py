@@ -92,8 +92,8 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
     if fields.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"{source}: model_type is {fields.get('model_type')!r}, which transformers does not have")
     for name in ABOVE_0:
-        if isinstance(fields.get(name), int | float) and fields[name] <= 0:
-            raise UserError(f"{source}: {name} is {fields[name]}, expected a number above 0")
+        if (value := fields.get(name)) is not None and not (isinstance(value, int | float) and value > 0):
+            raise UserError(f"{source}: {name} is {value!r}, expected a number above 0")
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name), dict | None):
             raise UserError(f"{source}: {name} is {_short(fields[name])}, expected an object")

@@ -125,6 +125,7 @@ DAMAGED_WEIGHTS = {
 }
 DAMAGED_FIELDS = {
     "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a size in quotes": ("qwen2", {"head_dim": "16"}, "head_dim is '16', expected a number"),
     "attention that is not installed": ("llama", {"_attn_implementation": "flash_attention_2"}, "FlashAttention2"),
     "own code": ("llama", {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
     "misspelt": ("llama", {"rms_norm_epsilon": 1e-3}, "rms_norm_epsilon"),
