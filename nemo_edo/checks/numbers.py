@@ -334,13 +334,13 @@ def errors_of_products(precision: PrecisionConfig) -> dict[str, float]:
     return errors
 
 
-def of_transformers(folder: Path) -> np.ndarray:
+def of_transformers(folder: Path, length: int = LENGTH) -> np.ndarray:
     """[2, B, T] as in ``Measured.values``, in fp32 on the CPU."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    examples = batch()
+    examples = batch(length)
     with torch.no_grad():
         log_p = (model(examples.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     logprobs = log_p.gather(-1, examples.tokens[:, 1:, None]).squeeze(-1)

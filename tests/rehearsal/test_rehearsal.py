@@ -125,9 +125,10 @@ def test_fp32_products_are_tf32s_where_the_config_allows_it(gpu, tf32, tmp_path)
     [errors] = gpu.run("nemo_edo.checks.numbers:errors_of_products", precision=PrecisionConfig(tf32=tf32))
     assert (errors["Transformer Engine"] > TF32_ERROR) == tf32
     write_model(tmp_path / LLAMA)
-    step = SameNumbers("tf32" if tf32 else "fp32")
+    length = 56  # short: the kernels run in Triton's interpreter
+    step = SameNumbers("tf32" if tf32 else "fp32", length=length)
     [found] = gpu.run("nemo_edo.checks.numbers:measure", folder=tmp_path / LLAMA, step=step, save=None, load=None)
-    far = float(np.abs(found.values - of_transformers(tmp_path / LLAMA)).max())
+    far = float(np.abs(found.values - of_transformers(tmp_path / LLAMA, length)).max())
     low, high = (BOUNDS["fp32"].values, BOUNDS["tf32"].values) if tf32 else (0.0, BOUNDS["fp32"].values)
     assert low < far < high
 
