@@ -49,7 +49,7 @@ class WorkerPool:
         self._stop()
         self._output.close()
 
-    def run(self, case: str, *, limit_s: float = 500.0, **arguments) -> list:
+    def run(self, case: str, *, limit_s: float = 1200.0, **arguments) -> list:
         """What ``case``, "module:function", returns on each rank; raises CaseFailed."""
         if not self._ranks:
             self._start()

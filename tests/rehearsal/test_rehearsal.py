@@ -308,7 +308,7 @@ def test_a_run_trains_evaluates_and_reports(gpu_environment, tmp_path):
     """And its settings, its checkpoints and its report are written by the process with the GPU."""
     command = [sys.executable, "-W", "ignore", "-m", "nemo_edo", *RUN, f"output_dir={tmp_path}"]
     environment = {**os.environ, **gpu_environment}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run" / "report.html").exists()
     metrics = [json.loads(line) for file in Path(tmp_path).rglob("metrics.jsonl") for line in file.open()]
@@ -322,6 +322,6 @@ def test_the_tests_for_a_gpu_pass_on_it(gpu_environment):
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
     command = [sys.executable, "-m", "pytest", *options, "tests/gpu/test_platform_cuda.py"]
     environment = {**os.environ, **gpu_environment}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout and "skipped" not in done.stdout
