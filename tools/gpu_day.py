@@ -62,9 +62,9 @@ def carried_out(name: str, out: Path) -> dict[str, object]:
         outcome = "skipped: no CUDA device"
     elif outcome == "passed" and command[: len(TESTS)] == TESTS and " passed" not in lines[-1]:
         outcome = f"skipped: {lines[-1]}"
-    for file in (out / "selftest").rglob("*"):  # checkpoints, weights and rollouts of the selftest's runs
-        if file.is_file() and file.suffix not in KEPT:
-            file.unlink()
+    for written in (out / "selftest").rglob("*"):  # checkpoints, weights and rollouts of the selftest's runs
+        if written.is_file() and written.suffix not in KEPT:
+            written.unlink()
     skipped = [line for line in lines if line.startswith(("SKIPPED", "not possible"))]
     return {"outcome": outcome, "seconds": round(time.monotonic() - begun, 1), "skipped": skipped}
 
