@@ -19,7 +19,7 @@ from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.services import Ahead, Position, Progress, Services
 from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import RunStopped, UserError
-from nemo_edo.rollouts.resumable import Parts, require_version
+from nemo_edo.rollouts.resumable import Parts, Watch, require_version
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, SamplingParams, ScoredRollout, TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
@@ -83,18 +83,32 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
     return samples
 
 
+@dataclass(frozen=True)
+class _WatchedByProgress(Watch):
+    run: Services
+    here: Position
+
+    @property
+    def clock(self) -> PhaseClock:
+        return self.run.clock
+
+    def begin_part(self) -> None:
+        with self.run.clock.phase("checkpoint"):
+            self.run.progress.reached(self.here)
+
+    def alive(self) -> None:
+        self.run.progress.alive()
+
+    def stop_if_asked(self) -> None:
+        self.run.progress.stop_if_asked()
+
+
 def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamples:
     """Responses go to disk as they end, and those that an earlier, killed process left there are not generated again. A
     bounded number of extra rounds replaces the groups that dynamic sampling drops."""
     t, settings = here.iteration, plan.sampling
     sampling = SamplingParams(settings.temperature, settings.top_p, settings.max_new_tokens)
-
-    def begin_part() -> None:
-        with run.clock.phase("checkpoint"):
-            run.progress.reached(here)
-
-    watched = {"watch": run.progress, "clock": run.clock, "begin_part": begin_part}
-    parts = Parts(run.store, t, plan.versions(t), part_size=plan.part_size, **watched)
+    parts = Parts(run.store, t, plan.versions(t), part_size=plan.part_size, watch=_WatchedByProgress(run, here))
     run.scorer.begin(parts.earlier)
     asked, substitutes = plan.collection_problems(t), plan.substitutes(t) if plan.is_dynamic else []
     everything, kept = [], []

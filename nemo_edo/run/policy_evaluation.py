@@ -14,7 +14,7 @@ from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig
 from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation import stored
-from nemo_edo.evaluation.evaluator import Evaluator, Respond, Tuning, read_samples
+from nemo_edo.evaluation.evaluator import Evaluator, Tuning, read_samples
 from nemo_edo.evaluation.results import BEST, KINDS, Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
@@ -89,7 +89,7 @@ def evaluate_policy(
     rollouts = config.rollouts if final else 1
     evaluator = Evaluator(
         policy=None if isinstance(model, ServedModel) else model,
-        respond=_responder(run, model.engine, arm, iteration, stores),
+        respond=KeepsParts(run, model.engine, arm, iteration, stores).responses,
         problems=data.test,
         config=config,
         max_new_tokens=settings.sampling.max_new_tokens,
@@ -157,34 +157,37 @@ def _log(
     run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 
-def _responder(run: RunServices, engine: GenerationEngine, arm: str, iteration: int, stores: Stores) -> Respond:
-    """Generates an evaluation's responses and keeps them on disk part by part, from where it takes those of a killed
-    process."""
+@dataclass(frozen=True)
+class KeepsParts(Watch):
+    """Keeps an evaluation's responses on disk, part by part, and takes those of a killed process from there."""
 
-    class Stops(Watch):
-        def alive(self) -> None:
-            run.stop.alive()
+    run: RunServices
+    engine: GenerationEngine
+    arm: str
+    iteration: int
+    stores: Stores
 
-        def stop_if_asked(self) -> None:
-            if run.stop.was_asked:
-                raise RunStopped(f"stopped, with the finished responses of {arm}'s evaluation saved")
-
-    def begin_part() -> None:
-        watch.alive()
-        watch.stop_if_asked()
-
-    def respond(
-        kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams, problems: Sequence[Problem]
+    def responses(
+        self, kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams, problems: Sequence[Problem]
     ) -> list[ScoredRollout]:
-        size, scorer = run.settings.generation.part_size, run.data.scorer
-        parts = Parts(stores[kind], iteration, part_size=size, watch=watch, begin_part=begin_part)
+        """``evaluator.Respond``."""
+        store, scorer = self.stores[kind], self.run.data.scorer
+        parts = Parts(store, self.iteration, part_size=self.run.settings.generation.part_size, watch=self)
         scorer.begin(parts.earlier)
-        responses = parts.responses(requests, engine, scorer, sampling, problems)
-        stores[kind].write(iteration, responses)
+        responses = parts.responses(requests, self.engine, scorer, sampling, problems)
+        store.write(self.iteration, responses)
         return responses
 
-    watch = Stops()
-    return respond
+    def begin_part(self) -> None:
+        self.alive()
+        self.stop_if_asked()
+
+    def alive(self) -> None:
+        self.run.stop.alive()
+
+    def stop_if_asked(self) -> None:
+        if self.run.stop.was_asked:
+            raise RunStopped(f"stopped, with the finished responses of {self.arm}'s evaluation saved")
 
 
 # --- what more compute would make of stored responses ----------------------------------------------------------------
