@@ -60,7 +60,7 @@ QUANTITIES = {
         "on a collection, or set generation.one_step_off=false",
     ),
 }
-"""What a guard with bounds measures, in words, and what to do where it is too low, and too high."""
+"""The quantity of each guard with bounds, in words, and the advice where it is too low and where it is too high."""
 OF_COLLECTIONS, OF_STEPS = ("kl", "entropy", "truncated", "reward", "sampler_gap", "stale_gap"), ("kl", "entropy")
 
 
@@ -137,14 +137,13 @@ class Guards:
     def step(self, metrics: Mapping[str, float]) -> list[Alarm]:
         """Alarms of a step's metrics; "loss", "grad_norm" and "skipped" are among them."""
         state, config, loss, norm = self._state, self._config, metrics["loss"], metrics["grad_norm"]
-        spike = "the gradient norm is {:.4g}, above guards.grad_norm_spike times its median = {:.4g}".format
         if metrics["skipped"]:
             most, bound = config.max_skipped_steps, self.grad_norm_limit
             state["skipped_steps"] += 1
             state["skipped_in_a_row"] = in_a_row = state["skipped_in_a_row"] + 1
             if math.isfinite(loss) and bound < norm < math.inf:
                 guard, value, action = "guards.grad_norm_spike", norm, config.on_grad_norm_spike
-                what = spike(norm, bound)
+                what = _spike_in_words(norm, bound)
             else:
                 guard, value, bound, action = "guards.max_skipped_steps", float(in_a_row), float(most), "skip"
                 what = f"the loss is {loss:.4g} and the gradient norm {norm:.4g}"
@@ -158,7 +157,7 @@ class Guards:
         bound, norms, alarms = self._spike_bound, state["grad_norms"], []
         if norm > bound:
             advice = "lower optimizer.lr if it happens often, or set guards.on_grad_norm_spike=skip"
-            message = f"{spike(norm, bound)}: {advice}"
+            message = f"{_spike_in_words(norm, bound)}: {advice}"
             alarms.append(self._alarm("guards.grad_norm_spike", message, norm, bound, "warn"))
         if norm > 0:  # a batch without any advantage says nothing about the size of the others' gradients
             norms.append(norm)
@@ -187,6 +186,10 @@ class Guards:
         fired = self._state["fired"]
         fired[guard] = fired.get(guard, 0) + 1
         return Alarm(guard, *rest, times=fired[guard], **more)
+
+
+def _spike_in_words(norm: float, bound: float) -> str:
+    return f"the gradient norm is {norm:.4g}, above guards.grad_norm_spike times its median = {bound:.4g}"
 
 
 def respond(

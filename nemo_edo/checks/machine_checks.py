@@ -353,7 +353,7 @@ def server_run(machine: Machine, *more: str) -> Finding:
 
 
 def server_on_another_node(machine: Machine) -> Finding:
-    """As ``server_run`` with the server on the last node, where a job's own task starts it (``cluster.task serve``)."""
+    """``server_run`` with the server on the last node, where a job's own task starts it (``cluster.task serve``)."""
     from nemo_edo.config.compose import compose_run, resolved_yaml
 
     place, folder, key = machine.world - machine.local_size, machine.folder / "server_node", "NEMO_EDO_SERVER_KEY"
@@ -390,7 +390,7 @@ def server_on_another_node(machine: Machine) -> Finding:
 
 
 def _train(settings: list[str]) -> None:
-    """What ``nemo-edo train`` does on each rank: the first controls the run, the others are its workers."""
+    """A run, as ``nemo-edo train`` carries it out: the first rank controls it, the others are its workers."""
     from nemo_edo.checks.preflight import preflight
     from nemo_edo.config.compose import compose_run
     from nemo_edo.run import jobs

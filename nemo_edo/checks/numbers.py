@@ -398,7 +398,7 @@ def write_wide(folder: Path, shape: dict[str, int], length: int) -> tuple[Path, 
 
 
 def memory_of_a_resume(machine: Machine) -> Finding:
-    """Of each rank's host, while it reads a checkpoint of a distributed optimizer that all ranks have written. The
+    """The host memory of each rank while it reads a checkpoint of a distributed optimizer that all have written. The
     doctor counts its weights and its share of the state; a rank that holds the state of all needs most of their sum."""
     folder, shape = machine.folder / "resumed", {**GPU_SHAPE, "num_hidden_layers": 2}
     arguments = machine.scratch, folder, shape

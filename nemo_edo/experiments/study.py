@@ -155,8 +155,11 @@ class Study(Grid):
 
     def unfinished(self) -> list[StudyCell]:
         """The trainings that the table does not have."""
-        done = {study_table.cell_of(row) for row in study_table.read_rows(self.table)}
-        return [cell for cell in self.cells if cell.key not in done]
+        recorded = self._recorded()
+        return [cell for cell in self.cells if cell.key not in recorded]
+
+    def _recorded(self) -> set[study_table.CellKey]:
+        return {study_table.cell_of(row) for row in study_table.read_rows(self.table)}
 
     def left(self) -> list[Cell]:
         """``unfinished``, and before the first cell of a task and a seed the start, unless its run is finished."""
@@ -180,9 +183,7 @@ class Study(Grid):
             study_table.append_rows(self.table, [row])
         elif status:
             return False
-        elif cell.key not in {
-            study_table.cell_of(row) for row in study_table.read_rows(self.table)
-        }:  # a start may be run again
+        elif cell.key not in self._recorded():  # a start may be run again
             rows = study_table.cell_rows(cell.key, cell.cfg, folder, cpu_seconds, _commit(folder))
             study_table.append_rows(self.table, rows)
             if self.keep == "nothing" and not is_start:

@@ -71,7 +71,7 @@ def rows_that_fit(row: int, device: torch.device) -> int:
 
 
 def split_evenly(places: Sequence[int], most: int) -> list[Sequence[int]]:
-    """As few runs of at most ``most`` places as there can be, of equal length but for one place."""
+    """Runs of at most ``most`` places, as few as there can be, of equal length but for one place."""
     runs = math.ceil(len(places) / most)
     bounds = [run * len(places) // max(1, runs) for run in range(runs + 1)]
     return [places[begin:end] for begin, end in itertools.pairwise(bounds)]

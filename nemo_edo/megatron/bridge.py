@@ -28,8 +28,6 @@ from nemo_edo.megatron.routing import forget_routers
 from nemo_edo.megatron.splits import check_adapters, check_context_parallel, check_device, check_splits
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from nemo_edo.megatron.folder_weights import CheckedSource
 
 logger = logging.getLogger(__name__)
@@ -105,12 +103,8 @@ def _check_conversion(folder: Path, fields: dict[str, Any], parallelism: Paralle
         )
     config = load_config(fields, source)
     bridge = AutoBridge.from_hf_config(config)._model_bridge
-
-    def provider(one: PretrainedConfig) -> Any:
-        return bridge.provider_bridge(SimpleNamespace(config=one))
-
-    check_fields(fields, config, provider, source)
-    check_context_parallel(provider(config), parallelism)
+    provider = check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
+    check_context_parallel(provider, parallelism)
     return check_weights(folder, config, bridge.mapping_registry())
 
 

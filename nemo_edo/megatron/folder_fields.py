@@ -116,8 +116,8 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
     return config
 
 
-def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: Provider, source: str) -> None:
-    """Raises UserError where transformers would compute something else than Megatron-Bridge.
+def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: Provider, source: str) -> Any:
+    """Bridge's provider of the config. Raises UserError where transformers would compute something else than it.
 
     config: ``load_config`` of the fields. provider: Bridge's, made from a config.
     """
@@ -166,6 +166,7 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
                     f"model_type {config.model_type!r}"
                 )
         _check_positions(fields, config, compare, source)
+    return compare.usual
 
 
 def _check_experts(config: PretrainedConfig, provider: Any, source: str) -> None:

@@ -98,13 +98,14 @@ def with_untrained(
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name in sorted(stored.keys() - exported - tied):
         file = stored[name].file
-        if not _is_further(name, config) and not name.endswith("rotary_emb.inv_freq"):
+        if not _is_beyond(name, config) and not name.endswith("rotary_emb.inv_freq"):
             raise UserError(f"{file}: {name} is in no weight of Megatron's, and would be lost in an export")
         with safe_open(file, framework="pt") as tensors:
             yield name, tensors.get_tensor(name)
 
 
-def _is_further(name: str, config: Any) -> bool:
+def _is_beyond(name: str, config: Any) -> bool:
+    """Whether a tensor is of a layer after the model's last one: ``CheckedSource`` has found which predict tokens."""
     layer = LAYER.search(name)
     return layer is not None and int(layer[1]) >= config.num_hidden_layers
 
@@ -117,7 +118,7 @@ def streamed(model: BuiltModel, *, merge_adapters: bool = True) -> Iterator[tupl
             model.chunks, cpu=False, show_progress=False, merge_adapter_weights=merge_adapters
         ):
             # Bridge makes tensors of layers that predict further tokens from the embedding (GLM-4.7-Flash).
-            if not _is_further(name, model.bridge.hf_pretrained.config):
+            if not _is_beyond(name, model.bridge.hf_pretrained.config):
                 yield name.replace(".base_layer.", "."), weight  # what it leaves of adapters around a layer
 
 

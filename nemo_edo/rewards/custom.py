@@ -27,7 +27,7 @@ from nemo_edo.utils.worker_pool import TIMED_OUT, TaskFailure, WorkerPool
 
 IDS = ("prompt_ids", "response_ids")
 ARGUMENTS = ("question", "response", "answer", "metadata", "final_answer", "solution", "problem_id", "finished", *IDS)
-"""What a function can take by name."""
+"""The arguments that a function can take by name."""
 _PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "solutions", "problem_ids", "finished",
            *IDS)  # fmt: skip
 COMPLETIONS = "completions"
