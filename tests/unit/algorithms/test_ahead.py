@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import nemo_edo.algorithms.iteration as algorithm
 from nemo_edo.algorithms.samples import InBackground
 from nemo_edo.config import BoundsConfig
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
@@ -105,7 +106,7 @@ def test_an_error_of_generation_ahead_ends_the_run_after_the_step_in_which_it_oc
 
 
 @pytest.mark.parametrize("ends", ["asked to stop", "a guard", "an error"])
-def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_memory, ends: str):
+def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_memory, monkeypatch, ends: str):
     guards = {"sampler_gap": BoundsConfig(ceiling=1e-9, action="stop")} if ends == "a guard" else {}
     iteration = fake_iteration(**guards, **SETTINGS)
     memory = new_memory(stop_at=5 if ends == "asked to stop" else None)
@@ -120,9 +121,15 @@ def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_mem
     engine = SimpleNamespace(policy_version=0, generate=until_stopped)
     waiting = InBackground(replace(iteration.services, engine=engine), iteration.plan)
     iteration = iteration.changed(ahead=waiting)
+    build = algorithm.build
+
+    def once_generating(*arguments):
+        assert begun.wait(LIMIT_S)  # a run that ends before is another case
+        return build(*arguments)
+
+    monkeypatch.setattr(algorithm, "build", once_generating)
     if ends == "an error":
         def fail(*arguments, **settings):
-            assert begun.wait(LIMIT_S)  # a training that fails before is another case
             raise TypeError
 
         iteration.services.policy.train_step = fail
