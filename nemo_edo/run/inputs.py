@@ -218,40 +218,22 @@ def load_data(
     # What makes or teaches the problems reaches no number once the run has them, or has finished its warm-up.
     harmless = [*(["data.source"] if noted else []), *(["data.warmup"] if START in journal else [])]
     inputs = MadeFrom(input_files(cfg), noted.get("inputs", {}), cfg.allow_changed, harmless)
-    files = _problem_files(cfg.data, run, made)
-    train_file, test_file = files.get("train"), files["test"]
-    if train_file is None and cfg.algorithm != NONE:
-        raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
-
-    def load(split: str) -> LoadedProblems:
-        reading = cfg.data.reading("test" if split == "test" else "train")
-        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
-
-    loaded = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
+    read = _read_problems(cfg, run, made)
     folder = model_folder(cfg.model, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
+    tokenizer = load_tokenizer(folder)
 
     def encode(text: str) -> TokenIds:
-        return tuple(load_tokenizer(folder).encode(text, add_special_tokens=False))
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
 
     scorer: Scorer = ExactAnswerScorer()
     judge = None
     if scores:
         own = Path(cfg.output_dir) / cfg.name
-        scorer, judge = build_scorer(cfg.rewards, cfg.data, own, loaded, encode, inputs.require_unchanged)
-    warmup_file = files.get("warmup", train_file)
-    if cfg.sft.steps and warmup_file not in loaded:
-        loaded[warmup_file] = load("warmup")
-    learned = loaded[warmup_file].problems if cfg.sft.steps else []
-    train, test = loaded[train_file].problems if train_file else [], loaded[test_file].problems[: cfg.evaluation.limit]
-    _check_problems(train, test, learned, cfg.evaluation.tuning_problems)
-    tokenizer = load_tokenizer(folder)
+        scorer, judge = build_scorer(cfg.rewards, cfg.data, own, read.scored, encode, inputs.require_unchanged)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
-    # When the run began, or the run whose rollouts it trains on: the time in its prompts, if its template writes one.
-    folders = Path(cfg.train.rollouts).absolute().parents[:2] if cfg.train.rollouts else ()
-    journals = (noted, *(RunFolder(one).journal().get("files", {}) for one in folders))
-    begun = next((datetime.fromisoformat(files["begun"]) for files in journals if "begun" in files), datetime.now())
+    begun = _begun(cfg, noted)
     style = prompt_style(
         cfg.data.prompt,
         cfg.data.chat_template,
@@ -262,8 +244,8 @@ def load_data(
         now=begun,
     )
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
-    prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
-    solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
+    prompts = encode_prompts([*read.train, *read.test], tokenizer, style, max_prompt_tokens=room, ends=named)
+    solutions = encode_solutions(read.learned, tokenizer, style, limit) if read.learned else []
     warnings = warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
@@ -276,12 +258,12 @@ def load_data(
     return Data(
         tokenizer=tokenizer,
         stop=stop,
-        train=train,
-        test=test,
+        train=read.train,
+        test=read.test,
         prompts=prompts,
         solutions=solutions,
         seq_length=limit,
-        skipped_rows=sum(len(file.skipped) for file in loaded.values()),
+        skipped_rows=read.skipped_rows,
         scorer=scorer,
         judge=judge,
         made=dict(made),
@@ -291,6 +273,50 @@ def load_data(
         style=style,
         warnings=warnings,
     )
+
+
+@dataclass(frozen=True)
+class _Problems:
+    train: list[Problem]
+    test: list[Problem]
+    learned: list[Problem]
+    """What the warm-up learns, with solutions."""
+    scored: dict[Path, LoadedProblems]
+    """The files of train and test."""
+    skipped_rows: int
+
+
+def _read_problems(cfg: RunConfig, run: RunFolder, made: Mapping[str, list[Problem]]) -> _Problems:
+    """made: the splits that are not in their files yet."""
+    files = _problem_files(cfg.data, run, made)
+    train_file, test_file = files.get("train"), files["test"]
+    if train_file is None and cfg.algorithm != NONE:
+        raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
+
+    def load(split: str) -> LoadedProblems:
+        reading = cfg.data.reading("test" if split == "test" else "train")
+        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
+
+    scored = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
+    loaded, warmup_file = dict(scored), files.get("warmup", train_file)
+    if cfg.sft.steps and warmup_file not in loaded:
+        loaded[warmup_file] = load("warmup")
+    read = _Problems(
+        train=loaded[train_file].problems if train_file else [],
+        test=loaded[test_file].problems[: cfg.evaluation.limit],
+        learned=loaded[warmup_file].problems if cfg.sft.steps else [],
+        scored=scored,
+        skipped_rows=sum(len(file.skipped) for file in loaded.values()),
+    )
+    _check_problems(read.train, read.test, read.learned, cfg.evaluation.tuning_problems)
+    return read
+
+
+def _begun(cfg: RunConfig, noted: Mapping[str, Any]) -> datetime:
+    """When the run began, or the run whose rollouts it trains on: the time in prompts whose template writes one."""
+    folders = Path(cfg.train.rollouts).absolute().parents[:2] if cfg.train.rollouts else ()
+    journals = (noted, *(RunFolder(one).journal().get("files", {}) for one in folders))
+    return next((datetime.fromisoformat(files["begun"]) for files in journals if "begun" in files), datetime.now())
 
 
 def _warnings_of_experts(fields: Mapping[str, Any]) -> list[str]:
