@@ -99,8 +99,8 @@ def legs(
 ) -> Iterator[Item]:
     """leg_counting, in any order of the animals: the legs of each kind, then their sum. The weak facts are kinds.
 
-    With ``farthest_sum``, by how many pairs of legs a wrong sum is off at most, all legs come first, merged then in any
-    order, and the weak facts are sums."""
+    With ``farthest_sum``, by how many pairs of legs a wrong sum is off at most, all legs come first, in the question's
+    order, and are merged then in any order; the weak facts are sums."""
     errors = [2 * error for error in range(-farthest_sum, farthest_sum + 1) if error]
 
     def stated_sum(first: int, second: int) -> int:
@@ -113,13 +113,13 @@ def legs(
         from reasoning_gym.arithmetic.leg_counting import ANIMALS  # _items says where it is missing
 
         kinds = list(item["metadata"]["animals"].items())
-        rng.shuffle(kinds)
         if errors:
             counts = [number * ANIMALS[kind] for kind, number in kinds]
             lines = [f"{number} {kind} = {count}" for (kind, number), count in zip(kinds, counts, strict=True)]
             *sums, last = derive(tuple(counts), stated_sum, rng).split("\n")
             yield _worked("legs", item, [*lines, *sums], int(last.removeprefix("#### ")), key=tuple(sorted(kinds)))
             continue
+        rng.shuffle(kinds)
         total, lines = 0, []
         for kind, number in kinds:
             wrong = [other for other in range(0, 16, 2) if other != ANIMALS[kind]]

@@ -67,6 +67,8 @@ class ArmEntry:
     """Differences from that arm."""
     dose: str = ""
     doses: list[Any] = field(default_factory=list)
+    first_seeds: int = 0
+    """How many of the study's seeds it is trained with, the first ones; 0: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +121,8 @@ class Study(Grid):
         """All trainings, seeds outermost: whenever a study is stopped, its table is as balanced as it can be."""
         found = []
         for seed, task, (name, entry) in product(self.seeds, self.tasks, self.arms.items()):
+            if seed not in self.seeds[: entry.first_seeds or None]:
+                continue
             choice = entry.arm or name
             for dose in entry.doses or [None]:
                 changes = entry.settings if dose is None else {**entry.settings, entry.dose: dose}
@@ -305,6 +309,8 @@ def _mistakes(study: Study) -> Iterator[str]:
     if study.held_out and (not study.baselines or not set(study.arms) - set(study.baselines)):
         yield "held_out is true, so that it needs baselines, and an arm that is none"
     for name, arm in study.arms.items():
+        if not 0 <= arm.first_seeds <= len(study.seeds):
+            yield f"arms.{name}.first_seeds is {arm.first_seeds}, expected at most the {len(study.seeds)} of seeds"
         if study.held_out and len(arm.doses) > 1:
             yield f"arms.{name}.doses is {arm.doses}, expected one dose where held_out is true"
         if len({f"{dose:g}" for dose in arm.doses if isinstance(dose, int | float)}) < len(arm.doses):

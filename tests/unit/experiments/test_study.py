@@ -53,6 +53,8 @@ def test_cells_are_every_combination_seeds_outermost_and_each_composes_to_its_do
     [clipped] = arm_configs(by_key["gcd", "clip_higher", "0.4", 2]).values()
     assert (clipped.clip_high, clipped.iterations, clipped.exploration_weight) == (0.4, 2, 0)
     assert by_key["gcd", "grpo", "", 2].seed == 2
+    fewer = written(arms={"grpo": {}, "replicate": {"first_seeds": 1}})
+    assert {(cell.arm, cell.seed) for cell in fewer.cells} == {("grpo", 1), ("grpo", 2), ("replicate", 1)}
     settings = {"alpha": None, "exploration_coefficient": 0.1, "schedule.kind": "entropy"}
     target = {"arm": "ed_grpo_floor", "settings": settings, "dose": "schedule.entropy_target", "doses": [0.2]}
     [arm] = arm_configs(written(arms={"target": target}).cells[0].cfg).values()
@@ -65,6 +67,7 @@ def test_cells_are_every_combination_seeds_outermost_and_each_composes_to_its_do
     ({"arms": {"grpo": {"dose": "clip_high"}}}, "arms.grpo: dose and doses"),
     ({"arms": {"grpo": {"dose": "clip_high", "doses": [0.1, 0.1]}}}, "expected different numbers"),
     ({"baselines": ["grop"]}, "baselines has 'grop', which is no arm; did you mean grpo"),
+    ({"arms": {"grpo": {"first_seeds": 3}}}, "arms.grpo.first_seeds is 3, expected at most the 2 of seeds"),
     ({"seeds": [1, 1]}, "seeds is .1, 1."), ({"seeds": [-1]}, "of at least 0"), ({"seeds": [True]}, "seeds"),
     ({"held_out": True, "arms": {"grpo": {}}, "baselines": ["grpo"]}, "and an arm that is none"),
     ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "x": {"dose": "alpha", "doses": [0.1, 0.2]}}},
@@ -92,7 +95,8 @@ def test_shipped_studies_give_baselines_as_many_tries_as_any_arm_and_compose(pat
     each_once = {name: replace(arm, doses=arm.doses[:1]) for name, arm in study.arms.items()}
     replace(study, seeds=study.seeds[:1], arms=each_once).check()
     tries = {name: len(arm.doses) for name, arm in study.arms.items() if arm.doses}
-    assert study.table.parent == Path("docs/studies") and len(set(tries.values())) <= 1
+    assert study.table.parent == Path("docs/studies")
+    assert len(set(tries.values())) <= 1 or study.name == "collapse"  # which chooses no dose: it asks for their mean
 
 
 def test_a_finished_cell_is_one_that_the_table_has_whatever_folders_there_are(written):
