@@ -14,7 +14,7 @@ WORKERS ?= 2
 PYTHONS ?= 3.10 3.11 3.13
 # The rest often waits: for Slurm, for servers to start, for other processes.
 REST_WORKERS ?= 3
-TEST := $(VENV)/bin/python -m pytest --dist loadfile --no-loadscope-reorder
+TEST := $(VENV)/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 10
 # The markers are described in pyproject.toml.
 QUICK := not (slow or browser or gpu or peers or servers or slurm)
 
