@@ -128,7 +128,8 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
     that was evaluated. Raises UserError for a baseline that is not an arm.
     """
     policies, first, baseline = runs.policies, runs.records[0], _baseline(runs, baseline)
-    evaluated = [one.evaluation for name, found in policies.items() if name != REPLICATE for one in found.values()]
+    compared = [name for name in policies if name in (results.START, *runs.arms)]  # all but the baseline's replicate
+    evaluated = [one.evaluation for name in compared for one in policies[name].values()]
     metrics = tuple(sorted({metric for one in evaluated for metric in one.metrics}, key=results.metric_order))
     bootstrap = setting(first, "evaluation.bootstrap")
     over_problems = {"resamples": bootstrap, "seed": runs.seeds[0] if runs.is_one else 0}
@@ -168,7 +169,8 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         for row, p, q in zip(rows, p_values, adjusted, strict=True)
     ]
 
-    again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in policies.get(REPLICATE, {}).values()]
+    replicates = [] if REPLICATE in compared else policies.get(REPLICATE, {}).values()
+    again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in replicates]
     noise = {}
     for metric in metrics:
         apart = [a.evaluation.mean(metric) - b.evaluation.mean(metric) for a, b in again]  # NaN where one lacks it
@@ -182,7 +184,7 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         is_one=runs.is_one,
         problems=len(evaluated[0].problems),
         temperature=evaluated[0].temperature,
-        labels={name: runs.labels.get(name) or first.label(name) for name in policies if name != REPLICATE},
+        labels={name: runs.labels.get(name) or first.label(name) for name in compared},
         metrics=metrics,
         table=table,
         baseline=baseline,

@@ -124,8 +124,10 @@ def read_run(folder: Path) -> RunRecord:
         arm: ArmSettings(**_typed(path, settings, _OF_ARM, f"arms.{arm}.")) for arm, settings in summary["arms"].items()
     }
     evaluations = run.evaluations([START]) | {arm: load_evaluation(run.evaluation(arm)) for arm in arms}
-    arms.pop(REPLICATE, None)
-    replicate = evaluations.pop(REPLICATE, None)
+    replicate = None
+    if list(arms) != [REPLICATE]:  # a study trains it by itself: then it is an arm like others
+        arms.pop(REPLICATE, None)
+        replicate = evaluations.pop(REPLICATE, None)
     samples, needed = run.read_json(SAMPLES), {"question", "answer"}
     if not isinstance(samples, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in samples):
         raise DamagedFile(f"{folder / SAMPLES}: expected problems, each with question and answer")
@@ -239,7 +241,7 @@ class RunSet:
         """Everything that was evaluated, by seed: the start, the arms and the replicate."""
         starts = {record.seed: Trained(record, START) for record in self.records if START in record.evaluations}
         again = {record.seed: Trained(record, REPLICATE) for record in self.records if record.replicate is not None}
-        found = {START: starts, **self.arms, REPLICATE: again}
+        found = {START: starts, **self.arms} | ({REPLICATE: again} if again else {})
         return {name: by_seed for name, by_seed in found.items() if by_seed}
 
 

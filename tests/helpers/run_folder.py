@@ -34,7 +34,7 @@ def write_run_folder(folder: Path, *, arms: Sequence[str] = tuple(ARMS), iterati
     for arm, alpha in (alphas or {}).items():
         shown[arm] = (f"ED-GRPO α={alpha:g}" if alpha else "GRPO", alpha, alpha * 0.001, None, 0.0, 1.0, 0.145)
     if replicate:
-        shown[REPLICATE] = shown["grpo"]
+        shown[REPLICATE] = ("GRPO, replicate", *ARMS["grpo"][1:])
     _write_config(folder, attack, seed)
     _write_json(folder / "summary.json", _summary(shown, iterations, attack, seed))
     lines = [{"kind": "sft_step", "arm": "warmup", "step": step, "loss": 3.5 * 0.97 ** step + 0.4, "lr": 1e-3,

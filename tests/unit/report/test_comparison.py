@@ -60,6 +60,16 @@ def test_a_replicate_is_no_arm_and_its_distance_from_the_baseline_is_the_noise(t
     assert several.noise["entropy"] == pytest.approx(math.sqrt(sum(gap**2 for gap in apart) / 3))
 
 
+def test_a_replicate_that_was_trained_by_itself_is_an_arm(tmp_path):
+    for name, arms in (("grpo", {"arms": ("grpo",)}), ("again", {"arms": (), "replicate": True})):
+        write_run_folder(tmp_path / name, iterations=3, problems=30, **arms)
+    alone = compare(read_one_run(tmp_path / "again"))
+    assert list(alone.arms) == ["replicate"] and alone.baseline == START and alone.replicate is None
+    assert alone.noise == {} and "accuracy" in alone.table["replicate"]
+    both = compare(read_runs(find_runs([str(tmp_path)])))
+    assert set(both.arms) == {"GRPO", "GRPO, replicate"} and both.noise == {}
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory) -> Path:
     """Three seeds of three arms, one seed of another arm, and a run that has not finished."""
