@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
@@ -14,7 +14,7 @@ from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, ModelConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import READ, check_context, check_files, find_model, read_fields, unread_files
-from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
+from nemo_edo.data.problems import MADE, SPLITS, load_problems, normal_question, write_problems
 from nemo_edo.data.problems import made_problems as source_problems
 from nemo_edo.data.prompts import (
     PromptStyle,
@@ -33,6 +33,7 @@ from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import check_disk_space, estimate_bytes
 from nemo_edo.run.made_from import MadeFrom, files_below
+from nemo_edo.run.problems import read_problems
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import source_files
@@ -218,7 +219,7 @@ def load_data(
     # What makes or teaches the problems reaches no number once the run has them, or has finished its warm-up.
     harmless = [*(["data.source"] if noted else []), *(["data.warmup"] if START in journal else [])]
     inputs = MadeFrom(input_files(cfg), noted.get("inputs", {}), cfg.allow_changed, harmless)
-    read = _read_problems(cfg, run, made)
+    read = read_problems(cfg, run, made)
     folder = model_folder(cfg.model, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
 
@@ -275,43 +276,6 @@ def load_data(
     )
 
 
-@dataclass(frozen=True)
-class _Problems:
-    train: list[Problem]
-    test: list[Problem]
-    learned: list[Problem]
-    """What the warm-up learns, with solutions."""
-    scored: dict[Path, LoadedProblems]
-    """The files of train and test."""
-    skipped_rows: int
-
-
-def _read_problems(cfg: RunConfig, run: RunFolder, made: Mapping[str, list[Problem]]) -> _Problems:
-    """made: the splits that are not in their files yet."""
-    files = _problem_files(cfg.data, run, made)
-    train_file, test_file = files.get("train"), files["test"]
-    if train_file is None and cfg.algorithm != NONE:
-        raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
-
-    def load(split: str) -> LoadedProblems:
-        reading = cfg.data.reading("test" if split == "test" else "train")
-        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
-
-    scored = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
-    loaded, warmup_file = dict(scored), files.get("warmup", train_file)
-    if cfg.sft.steps and warmup_file not in loaded:
-        loaded[warmup_file] = load("warmup")
-    read = _Problems(
-        train=loaded[train_file].problems if train_file else [],
-        test=loaded[test_file].problems[: cfg.evaluation.limit],
-        learned=loaded[warmup_file].problems if cfg.sft.steps else [],
-        scored=scored,
-        skipped_rows=sum(len(file.skipped) for file in loaded.values()),
-    )
-    _check_problems(read.train, read.test, read.learned, cfg.evaluation.tuning_problems)
-    return read
-
-
 def _begun(cfg: RunConfig, noted: Mapping[str, Any]) -> datetime:
     """When the run began, or the run whose rollouts it trains on: the time in prompts whose template writes one."""
     folders = Path(cfg.train.rollouts).absolute().parents[:2] if cfg.train.rollouts else ()
@@ -328,37 +292,6 @@ def _warnings_of_experts(fields: Mapping[str, Any]) -> list[str]:
         "differ between sampling and training, and public GRPO runs of 30B-A3B models have collapsed so; watch "
         "sampler_gap (docs/scaling.md, Experts)"
     ]
-
-
-def _check_problems(train: list[Problem], test: list[Problem], learned: list[Problem], tuning: int) -> None:
-    """Raises UserError for problems that the run could not use; ``learned`` are the warm-up's."""
-    if unsolved := next((problem for problem in learned if not problem.solution), None):
-        raise UserError(
-            f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
-            "data.columns.solution, or set sft.steps=0"
-        )
-    trained = {problem.id: problem.source for problem in train}
-    if shared := [problem for problem in test if problem.id in trained]:
-        first = shared[0]
-        raise UserError(
-            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
-            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
-            "files different names"
-        )
-    if tuning > len(train):
-        expected = f"at most the number of training problems, {len(train)}"
-        raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
-
-
-def _problem_files(data: DataConfig, run: RunFolder, made: Container[str]) -> dict[str, Path]:
-    """The files of the splits that there are; without a warm-up's, it learns from those of ``train``."""
-    if data.is_built_in or data.source is not None:
-        own = {split: run.data / f"{split}.jsonl" for split in SPLITS}
-        there = {split for split, path in own.items() if split in made or (not made and path.is_file())}
-        wanted = there if "train" in there else set()  # without it, nothing is trained
-        return {split: path for split, path in own.items() if split in {*wanted, "test"}}
-    named = {split: getattr(data, split) for split in SPLITS}
-    return {split: Path(path) for split, path in named.items() if path is not None}
 
 
 def input_files(cfg: RunConfig) -> dict[str, dict[str, Path]]:
