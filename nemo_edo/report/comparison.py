@@ -15,7 +15,7 @@ from itertools import product
 import numpy as np
 import pandas as pd
 
-from nemo_edo.config.run import PLAIN_LABELS, REPLICATE
+from nemo_edo.config.run import PLAIN_LABELS
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation import results
 from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
@@ -169,8 +169,7 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         for row, p, q in zip(rows, p_values, adjusted, strict=True)
     ]
 
-    replicates = [] if REPLICATE in compared else policies.get(REPLICATE, {}).values()
-    again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in replicates]
+    again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in runs.replicates.values()]
     noise = {}
     for metric in metrics:
         apart = [a.evaluation.mean(metric) - b.evaluation.mean(metric) for a, b in again]  # NaN where one lacks it

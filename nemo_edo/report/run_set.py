@@ -240,9 +240,13 @@ class RunSet:
     def policies(self) -> dict[str, dict[int, Trained]]:
         """Everything that was evaluated, by seed: the start, the arms and the replicate."""
         starts = {record.seed: Trained(record, START) for record in self.records if START in record.evaluations}
-        again = {record.seed: Trained(record, REPLICATE) for record in self.records if record.replicate is not None}
-        found = {START: starts, **self.arms} | ({REPLICATE: again} if again else {})
+        found = {START: starts, **self.arms} | ({REPLICATE: self.replicates} if self.replicates else {})
         return {name: by_seed for name, by_seed in found.items() if by_seed}
+
+    @property
+    def replicates(self) -> dict[int, Trained]:
+        """The baseline's second training, by seed, where a run has one."""
+        return {record.seed: Trained(record, REPLICATE) for record in self.records if record.replicate is not None}
 
 
 def read_runs(found: FoundRuns) -> RunSet:
