@@ -85,6 +85,9 @@ class TrainConfig:
     rollouts: Optional[str] = None
     """Train from stored rollouts alone: a folder with iter_00000 and so on (another run's rollouts/ARM, or what
     ``collect`` wrote), or such a folder for each arm. null: every iteration generates its samples."""
+    seed: Optional[NonNegativeInt] = None
+    """Seed of the arms' samples and of their order; null: the run's. Runs that differ in it alone start from the same
+    warm-up."""
 
 
 @dataclass
@@ -313,9 +316,14 @@ def baseline_arm(arms: Mapping[str, ArmConfig]) -> str | None:
     return next(plain, next(iter(arms), None))
 
 
+def training_seed(cfg: RunConfig) -> int:
+    """The seed that tells a run's trainings from those of other runs."""
+    return cfg.seed if cfg.train.seed is None else cfg.train.seed
+
+
 def arm_seed(cfg: RunConfig, arm: str) -> int:
     """The seed of an arm's samples in training, and of their order. All arms are evaluated with the run's."""
-    return cfg.seed + (REPLICATE_SEED_DISTANCE if arm == REPLICATE else 0)
+    return training_seed(cfg) + (REPLICATE_SEED_DISTANCE if arm == REPLICATE else 0)
 
 
 def arm_label(settings: ArmConfig) -> str:

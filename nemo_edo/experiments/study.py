@@ -12,8 +12,8 @@
       clip_higher: {arm: grpo, dose: clip_high, doses: [0.28, 0.4]}
 
 A cell is what ``nemo-edo train`` runs with one arm at one dose and one seed. The cells of a task and a seed adopt one
-warm-up, which a separate run trains, the start. A cell that the table has is finished, whether or not its folder is
-still there.
+warm-up, which a separate run trains, the start; seeds can share it (``warm_up_seeds``). A cell that the table has is
+finished, whether or not its folder is still there.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class StudyCell(Cell):
     arm: str
     dose: str
     seed: int
+    warm_up_seed: int
 
     @property
     def key(self) -> study_table.CellKey:
@@ -86,8 +87,8 @@ class StudyCell(Cell):
 
     @property
     def warm_up(self) -> str:
-        """Only settings of the arm tell the cells of a task and a seed apart."""
-        return f"{self.task},seed={self.seed}"
+        """Only settings of the arm tell the cells of a task and a warm-up apart."""
+        return f"{self.task},seed={self.warm_up_seed}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,8 @@ class Study(Grid):
     tasks: dict[str, TaskEntry]
     arms: dict[str, ArmEntry]
     seeds: list[int]
+    warm_up_seeds: list[int] = field(default_factory=list)
+    """The seeds of the warm-ups, which the cells' seeds take in turn; empty: each seed has a separate warm-up."""
     baselines: list[str] = field(default_factory=list)
     """The arms that the others are compared with, the plain method first."""
     results: str = ""
@@ -132,16 +135,19 @@ class Study(Grid):
         return found
 
     def start(self, task: str, seed: int) -> StudyCell:
-        """The warm-up of a task and a seed, evaluated."""
+        """The warm-up of a task with that seed, evaluated."""
         return self._cell(task, START, "", seed, ["algorithm=sft", "arms={}"])
 
     def _cell(self, task: str, arm: str, dose: str, seed: int, settings: list[str]) -> StudyCell:
-        entry = self.tasks[task]
+        entry, warm_up_seed = self.tasks[task], seed
+        if self.warm_up_seeds and arm != START:
+            warm_up_seed = self.warm_up_seeds[self.seeds.index(seed) % len(self.warm_up_seeds)]
+            settings = [*settings, f"train.seed={seed}"]
         name = f"{task},{arm}{f'={dose}' if dose else ''},seed={seed}"
         place = (f"name={quoted(name)}", f"output_dir={quoted(str(self.folder))}")
-        shared = (f"seed={seed}", "replicate_baseline=false")
+        shared = (f"seed={warm_up_seed}", "replicate_baseline=false")
         overrides = (*self.settings, *entry.settings, *settings, *shared, *place)
-        names = {"task": task, "arm": arm, "dose": dose, "seed": seed}
+        names = {"task": task, "arm": arm, "dose": dose, "seed": seed, "warm_up_seed": warm_up_seed}
         return StudyCell(name=name, config_name=entry.config, overrides=overrides, **names)
 
     def check(self) -> None:
@@ -166,15 +172,15 @@ class Study(Grid):
         return {study_table.cell_of(row) for row in study_table.read_rows(self.table)}
 
     def left(self) -> list[Cell]:
-        """``unfinished``, and before the first cell of a task and a seed the start, unless its run is finished."""
+        """``unfinished``, and before the first cell of a warm-up the start, unless its run is finished."""
         found: dict[Cell, None] = {}
         for cell in self.unfinished():
-            start = self.start(cell.task, cell.seed)
+            start = self.start(cell.task, cell.warm_up_seed)
             found |= dict.fromkeys([cell] if self.run_folder(start).is_finished else [start, cell])
         return list(found)
 
     def donors(self, cell: StudyCell) -> list[Cell]:
-        return [self.start(cell.task, cell.seed)]
+        return [self.start(cell.task, cell.warm_up_seed)]
 
     def record(self, cell: StudyCell, status: int, cpu_seconds: float) -> bool:
         """Adds the cell's rows to the table and removes what is not kept of its folder. The row of a training that a
@@ -182,7 +188,7 @@ class Study(Grid):
         folder, is_start = self.run_folder(cell), cell.arm == START
         if status == STOPPED_BY_GUARD and not is_start:
             [*_, reason] = re.findall(r"stopped by a guard: (.*)", self.log(cell).read_text(encoding="utf-8"))
-            commit = _commit(self.run_folder(self.start(cell.task, cell.seed)))
+            commit = _commit(self.run_folder(self.start(cell.task, cell.warm_up_seed)))
             row = study_table.stopped_row(cell.key, cell.cfg, cpu_seconds, commit, reason)
             study_table.append_rows(self.table, [row])
         elif status:
@@ -249,7 +255,7 @@ def cpu_hours_left(study: Study) -> float | None:
         return fmean([cost for key, cost in costs.items() if key[0] == task] or costs.values())
 
     left = study.unfinished()
-    missing = {(cell.task, cell.seed) for cell in left} - {(task, seed) for task, _, _, seed in starts}
+    missing = {(cell.task, cell.warm_up_seed) for cell in left} - {(task, seed) for task, _, _, seed in starts}
     total = sum(mean(trained, cell.task) for cell in left)
     return (total + sum(mean(starts or trained, task) for task, _ in missing)) / 3600
 
@@ -299,8 +305,9 @@ def _mistakes(study: Study) -> Iterator[str]:
     if study.keep not in KEEP:
         yield f"keep is {study.keep!r}, expected one of {', '.join(KEEP)}"
     yield from (f"{key} is empty, expected at least one" for key in ("tasks", "arms", "seeds") if not vars(study)[key])
-    if min(study.seeds) < 0 or len(set(study.seeds)) < len(study.seeds):
-        yield f"seeds is {study.seeds}, expected different whole numbers of at least 0"
+    for key, seeds in {"seeds": study.seeds, "warm_up_seeds": study.warm_up_seeds}.items():
+        if min(seeds, default=0) < 0 or len(set(seeds)) < len(seeds):
+            yield f"{key} is {seeds}, expected different whole numbers of at least 0"
     for name in (*study.tasks, *study.arms):
         if not re.fullmatch(r"\w+", name) or name == START:
             yield f"{name!r} names no task or arm: expected letters, digits and _, and not {START}"

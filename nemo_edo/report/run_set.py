@@ -31,8 +31,8 @@ WITHOUT_EFFECT = (
 )
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
-    *("name", "experiment", "output_dir", "replicate_baseline", "seed", "threads", "parallelism", "generation"),
-    *("exp_manager", "checkpoint", "profile", "cluster"),
+    *("name", "experiment", "output_dir", "replicate_baseline", "seed", "train.seed", "threads", "parallelism"),
+    *("generation", "exp_manager", "checkpoint", "profile", "cluster"),
     *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),
     *("sft.packing", "sft.share_prompts", "model.attention", "model.loss_head", "model.seq_length"),
     # Guards that warn or end a run. Which steps are skipped is part of how an arm was trained.

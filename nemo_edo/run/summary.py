@@ -83,7 +83,7 @@ def write_summary(run: RunServices, stages: Sequence[str]) -> None:
     packages = {package: importlib.metadata.version(package) for package in PACKAGES}
     summary = {
         "name": folder.path.name,
-        "seed": settings.seed,
+        "seed": settings.training_seed,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "machine": devices,

@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 from nemo_edo.config.compose import ConfigError, arm_configs
+from nemo_edo.config.run import arm_seed
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
+from nemo_edo.experiments.grid import Cell
 from nemo_edo.experiments.study import changed_cells, cpu_hours_left, read_study, status_lines
 from nemo_edo.experiments.study_table import COLUMNS, append_rows, cell_of, config_digest, last_rows, read_rows
 from nemo_edo.run_folder import RunFolder
@@ -26,6 +28,9 @@ SETTINGS = {
                    "dose": "log_ratio_floor", "doses": [-0.2]},
     },
 }
+
+
+ONE_TASK = {"sums": {"config": "study/sums"}}
 
 
 @pytest.fixture
@@ -61,7 +66,22 @@ def test_cells_are_every_combination_seeds_outermost_and_each_composes_to_its_do
     assert (arm.exploration_weight, arm.schedule.kind, arm.schedule.entropy_target) == (0.1, "entropy", 0.2)
 
 
+def test_seeds_take_the_warm_ups_in_turn_and_train_with_their_own_samples(written):
+    study = written(seeds=[1, 2, 3], warm_up_seeds=[101, 102], arms={"grpo": {}, "replicate": {}}, tasks=ONE_TASK)
+    assert [(cell.arm, cell.seed, cell.cfg.seed) for cell in study.cells] == [
+        ("grpo", 1, 101), ("replicate", 1, 101), ("grpo", 2, 102), ("replicate", 2, 102), ("grpo", 3, 101),
+        ("replicate", 3, 101)]
+    assert len({arm_seed(cell.cfg, cell.arm) for cell in study.cells}) == 6
+    starts = [cell for cell in study.left() if cell.arm == "warmup"]
+    assert [(start.seed, start.cfg.seed) for start in starts] == [(101, 101), (102, 102)]
+    for cell in study.cells:
+        [donor] = study.donors(cell)
+        assert donor.warm_up == cell.warm_up
+        assert Cell.warm_up.func(donor) == Cell.warm_up.func(cell)  # the settings that reach the warm-up
+
+
 @pytest.mark.parametrize(("changes", "message"), [
+    ({"warm_up_seeds": [5, 5]}, "warm_up_seeds is .5, 5."),
     ({"task": {}}, "unknown key task; did you mean tasks"),
     ({"tasks": {"a/b": {"config": "x"}}}, "'a/b' names no task or arm"),
     ({"arms": {"grpo": {"dose": "clip_high"}}}, "arms.grpo: dose and doses"),

@@ -82,7 +82,7 @@ def test_a_sweeps_members_are_those_that_it_lists_and_incomplete_ones_are_left_o
     *((change, ["GRPO"]) for change in (
         {"grpo__micro_batch_size": 3}, {"grpo__beta": 0}, {"threads": 4}, {"evaluation__bootstrap": 10},
         {"grpo__reference_placement": "resident"}, {"model__loss_head": "fused"}, {"guards__max_skipped_steps": 9},
-        {"grpo__alpha": 0.0})),  # the default, null, stands for the summary's
+        {"train__seed": 7}, {"grpo__alpha": 0.0})),  # the default, null, stands for the summary's
     ({"grpo__clip_high": 0.28}, ["GRPO, clip_high 0.2", "GRPO, clip_high 0.28"]),
     ({"arms": {"policy": {"optimizer": {"lr": 1.0}}}}, ["GRPO, optimizer.lr 1e-06", "GRPO, optimizer.lr 1.0"]),
     ({"sampling__temperature": 0.5}, ["GRPO, sampling.temperature 1.0", "GRPO, sampling.temperature 0.5"]),
