@@ -72,6 +72,8 @@ def stated_number(text: str) -> str | None:
     unit (``42 apples``, ``50%``, ``£42``), a box, bold face. None for anything else, such as ``42 or 43``."""
     if len(text) > LONGEST_ANSWER:
         return None
+    if (plain := canonical_number(text)) is not None:  # as nearly all answers of a built-in task; cleaning takes 0.2 ms
+        return plain
     text = _NAME.sub("", clean_answer(text)).removesuffix("%")
     number = canonical_number(text)
     if number is None and (measured := measure(text)) and measured.multiplier == 1 and measured.more is None:

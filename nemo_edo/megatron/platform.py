@@ -8,7 +8,10 @@ chooses a model's kernels by the device that it returns, and nothing else asks.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import torch
@@ -18,6 +21,10 @@ from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.utils.processes import end_with_torchrun
+
+NEVER_USED = ("wandb", "sklearn")
+"""What megatron-core and transformers import where it is installed, in 2 CPU seconds of every process: to compare a
+writer of times with it, and for assisted generation."""
 
 _entered: torch.device | None = None
 
@@ -35,26 +42,39 @@ def enter(threads: int | None = None) -> torch.device:
 
     # Megatron overlaps tensor-parallel communication in the order of one queue. CUDA reads it as it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if torch.cuda.is_available():
+    if threads is not None and not torch.cuda.is_available():
+        torch.set_num_threads(threads)
+    with _unimportable(NEVER_USED):
+        if not torch.cuda.is_available():
+            without_cuda.adapt()
+            _entered = torch.device("cpu")
+            return _entered
         _entered = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(_entered)
         if find_spec("transformer_engine") is None:
             without_cuda.import_bridge()
-        else:
-            try:  # Megatron would compute without it, and Megatron-Bridge would end halfway through its imports
-                import transformer_engine.pytorch  # noqa: F401
-            except (ImportError, OSError) as error:
-                raise UserError(
-                    f"Transformer Engine is installed and cannot be imported: {error}; install what it lacks "
-                    "(pip install onnxscript 'transformer-engine[pytorch]'), or uninstall it to train with torch's "
-                    "kernels"
-                ) from error
-        return _entered
-    if threads is not None:
-        torch.set_num_threads(threads)
-    without_cuda.adapt()
-    _entered = torch.device("cpu")
+            return _entered
+        try:  # Megatron would compute without it, and Megatron-Bridge would end halfway through its imports
+            import transformer_engine.pytorch  # noqa: F401
+        except (ImportError, OSError) as error:
+            raise UserError(
+                f"Transformer Engine is installed and cannot be imported: {error}; install what it lacks "
+                "(pip install onnxscript 'transformer-engine[pytorch]'), or uninstall it to train with torch's kernels"
+            ) from error
+        import megatron.bridge  # noqa: F401
     return _entered
+
+
+@contextlib.contextmanager
+def _unimportable(names: tuple[str, ...]) -> Iterator[None]:
+    """Inside the block an import of these packages fails as if they were not installed, unless they are loaded."""
+    hidden = [name for name in names if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 def local_gpu(local_rank: int) -> torch.device:
