@@ -184,7 +184,7 @@ def test_with_older_samples_the_gradient_is_grpos_of_own_rows_plus_explorations_
     for name, parameter in dense.named_parameters():
         scale = float(parameter.grad.abs().max())
         assert float((found[name] - parameter.grad).abs().max()) < 1e-5 * scale, name
-    assert metrics["exploration"] == pytest.approx(float(exploration), rel=1e-5)
+    assert metrics["exploration"] == pytest.approx(exploration.item(), rel=1e-5)
     below = ((log_ratio < -2) * batch.mask)[older == 1].sum() / batch.mask[older == 1].sum()
     assert metrics["floor_fraction"] == pytest.approx(float(below)) and 0 < below < 1
     alone = model.validation_step(batch.rows(older == 0).with_fields(older=None))
