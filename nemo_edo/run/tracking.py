@@ -98,8 +98,6 @@ def check_names(settings: dict[str, Any]) -> None:
 
 def check_settings(settings: dict[str, Any]) -> None:
     """Raises UserError for what NeMo's exp_manager has no setting for, at any depth, and for values of other types."""
-    if not asks_for_loggers(settings):
-        return
     from nemo.utils.exp_manager import ExpManagerConfig
 
     try:
@@ -108,23 +106,13 @@ def check_settings(settings: dict[str, Any]) -> None:
         raise UserError(f"exp_manager.{error.full_key}: {str(error).splitlines()[0]}") from error
 
 
-def asks_for_loggers(settings: dict[str, Any]) -> bool:
-    """Whether NeMo and Lightning are needed at all: their imports take a tenth of a small run's start."""
-    return any(settings.values())
-
-
-def start_tracking(
-    settings: dict[str, Any], folder: Path, ids: Path, hyperparameters: dict[str, Any]
-) -> pl.Trainer | None:
-    """A Lightning trainer with the loggers that ``settings`` ask NeMo's exp_manager for; None where they ask for none.
-    It trains nothing itself.
+def start_tracking(settings: dict[str, Any], folder: Path, ids: Path, hyperparameters: dict[str, Any]) -> pl.Trainer:
+    """A Lightning trainer with the loggers that ``settings`` ask NeMo's exp_manager for. It trains nothing itself.
 
     ``folder`` is for its files alone: exp_manager moves away all others that it finds there. ``ids`` keeps the run's
     names in W&B and MLflow: a resumed run continues there, and adds to TensorBoard's files. Each logger gets the
     hyperparameters. Raises UserError where a logger cannot be made, or no longer knows the run.
     """
-    if not asks_for_loggers(settings):
-        return None
     import lightning.pytorch as pl
     from nemo.utils import logging as nemo_logging
     from nemo.utils.exp_manager import exp_manager
@@ -262,11 +250,9 @@ def log_table(
 ) -> None:
     """Hands a table to the trainer's TensorBoard (as text), W&B (as a wandb.Table) and MLflow (as the artifact
     NAME/step_00000012.json); other loggers have no place for one."""
-    if trainer is None:
-        return
     from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
-    for logger in trainer.loggers:
+    for logger in trainer.loggers if trainer is not None else ():
         with _names_its_folder(logger):
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text(name, markdown_table(columns, rows), step)

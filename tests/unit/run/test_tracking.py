@@ -46,12 +46,6 @@ def test_a_full_disk_under_tensorboard_is_the_systems_error_with_its_folder_and_
     assert (raised.value.errno, Path(raised.value.filename)) == (errno.ENOSPC, tmp_path)
 
 
-@pytest.mark.parametrize("settings", [{}, {"create_tensorboard_logger": False}])
-def test_a_run_without_loggers_loads_neither_nemo_nor_lightning(tmp_path: Path, settings):
-    assert start_tracking(settings, tmp_path / "logs", tmp_path / "trackers.json", {"alpha": 0.1}) is None
-    assert not (tmp_path / "logs").exists()
-
-
 @pytest.mark.parametrize("chosen", [{}, {"id": "mine"}])
 def test_a_resumed_run_has_the_id_in_wandb_that_it_began_with(tmp_path: Path, monkeypatch, chosen):
     monkeypatch.setenv("WANDB_MODE", "offline")
