@@ -20,6 +20,7 @@ from omegaconf import Container, OmegaConf
 
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
+from nemo_edo.config.run import training_seed
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import main_metrics, paired_interval, require_same_problems
 from nemo_edo.experiments.grid import train_command
@@ -267,7 +268,7 @@ class Sweep:
             settings = OmegaConf.structured(cfg)
             found = {key: OmegaConf.select(settings, key) for key in self._swept[run.folder.name]}
             swept = {key: str(one) if isinstance(one, Container) else one for key, one in found.items()}
-            about = {"run": run.folder.name, "seed": cfg.seed, **swept}
+            about = {"run": run.folder.name, "seed": training_seed(cfg), **swept}
             if len(part):
                 about = pd.DataFrame({"arm": part["arm"], "alpha": part["arm"].map(alphas), **about}, index=part.index)
                 parts.append(pd.concat([about, part.drop(columns=part.columns.intersection(about.columns))], axis=1))

@@ -321,9 +321,9 @@ def training_seed(cfg: RunConfig) -> int:
     return cfg.seed if cfg.train.seed is None else cfg.train.seed
 
 
-def arm_seed(cfg: RunConfig, arm: str) -> int:
+def arm_seed(training_seed: int, arm: str) -> int:
     """The seed of an arm's samples in training, and of their order. All arms are evaluated with the run's."""
-    return training_seed(cfg) + (REPLICATE_SEED_DISTANCE if arm == REPLICATE else 0)
+    return training_seed + (REPLICATE_SEED_DISTANCE if arm == REPLICATE else 0)
 
 
 def arm_label(settings: ArmConfig) -> str:

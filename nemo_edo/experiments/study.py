@@ -24,7 +24,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -123,25 +123,27 @@ class Study(Grid):
     def cells(self) -> list[StudyCell]:
         """All trainings, seeds outermost: whenever a study is stopped, its table is as balanced as it can be."""
         found = []
-        for seed, task, (name, entry) in product(self.seeds, self.tasks, self.arms.items()):
-            if seed not in self.seeds[: entry.first_seeds or None]:
+        warm_up_seeds = cycle(self.warm_up_seeds) if self.warm_up_seeds else self.seeds
+        seeds = enumerate(zip(self.seeds, warm_up_seeds, strict=False))
+        for (place, seeds_of_cell), task, (name, entry) in product(seeds, self.tasks, self.arms.items()):
+            if entry.first_seeds and place >= entry.first_seeds:
                 continue
             choice = entry.arm or name
             for dose in entry.doses or [None]:
                 changes = entry.settings if dose is None else {**entry.settings, entry.dose: dose}
                 settings = [f"arms.{choice}.{key}={_written(value)}" for key, value in changes.items()]
                 text = "" if dose is None else f"{dose:g}"
-                found.append(self._cell(task, name, text, seed, [f"arms=[{choice}]", *settings]))
+                found.append(self._cell(task, name, text, seeds_of_cell, [f"arms=[{choice}]", *settings]))
         return found
 
     def start(self, task: str, seed: int) -> StudyCell:
         """The warm-up of a task with that seed, evaluated."""
-        return self._cell(task, START, "", seed, ["algorithm=sft", "arms={}"])
+        return self._cell(task, START, "", (seed, seed), ["algorithm=sft", "arms={}"])
 
-    def _cell(self, task: str, arm: str, dose: str, seed: int, settings: list[str]) -> StudyCell:
-        entry, warm_up_seed = self.tasks[task], seed
-        if self.warm_up_seeds and arm != START:
-            warm_up_seed = self.warm_up_seeds[self.seeds.index(seed) % len(self.warm_up_seeds)]
+    def _cell(self, task: str, arm: str, dose: str, seeds: tuple[int, int], settings: list[str]) -> StudyCell:
+        """seeds: the training's and the warm-up's."""
+        entry, (seed, warm_up_seed) = self.tasks[task], seeds
+        if seed != warm_up_seed:
             settings = [*settings, f"train.seed={seed}"]
         name = f"{task},{arm}{f'={dose}' if dose else ''},seed={seed}"
         place = (f"name={quoted(name)}", f"output_dir={quoted(str(self.folder))}")

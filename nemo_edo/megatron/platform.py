@@ -23,8 +23,8 @@ from nemo_edo.megatron.splits import check_world
 from nemo_edo.utils.processes import end_with_torchrun
 
 NEVER_USED = ("wandb", "sklearn")
-"""What megatron-core and transformers import where it is installed, in 2 CPU seconds of every process: to compare a
-writer of times with it, and for assisted generation."""
+"""Packages that megatron-core (to compare a writer of times with wandb's) and transformers (for assisted generation)
+import where they are installed, at 2 CPU seconds for every process."""
 
 _entered: torch.device | None = None
 
@@ -35,34 +35,44 @@ def enter(threads: int | None = None) -> torch.device:
     threads: CPU threads of this process; None leaves torch's choice (torchrun sets OMP_NUM_THREADS=1).
     """
     global _entered
-    if _entered is not None:
-        return _entered
-    # The one import of cpu/ outside layer_spec.py: torch has to be adapted before Megatron is imported.
+    if _entered is None:
+        # Megatron overlaps tensor-parallel communication in the order of one queue. CUDA reads it as it starts.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        with _unimportable(NEVER_USED):
+            _entered = _enter_a_gpu() if torch.cuda.is_available() else _enter_a_cpu(threads)
+    return _entered
+
+
+# The two imports of cpu/ outside layer_spec.py: torch has to be adapted before Megatron is imported.
+
+
+def _enter_a_cpu(threads: int | None) -> torch.device:
     from nemo_edo.megatron.cpu import without_cuda
 
-    # Megatron overlaps tensor-parallel communication in the order of one queue. CUDA reads it as it starts.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    if threads is not None and not torch.cuda.is_available():
+    if threads is not None:
         torch.set_num_threads(threads)
-    with _unimportable(NEVER_USED):
-        if not torch.cuda.is_available():
-            without_cuda.adapt()
-            _entered = torch.device("cpu")
-            return _entered
-        _entered = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(_entered)
-        if find_spec("transformer_engine") is None:
-            without_cuda.import_bridge()
-            return _entered
-        try:  # Megatron would compute without it, and Megatron-Bridge would end halfway through its imports
-            import transformer_engine.pytorch  # noqa: F401
-        except (ImportError, OSError) as error:
-            raise UserError(
-                f"Transformer Engine is installed and cannot be imported: {error}; install what it lacks "
-                "(pip install onnxscript 'transformer-engine[pytorch]'), or uninstall it to train with torch's kernels"
-            ) from error
-        import megatron.bridge  # noqa: F401
-    return _entered
+    without_cuda.adapt()
+    return torch.device("cpu")
+
+
+def _enter_a_gpu() -> torch.device:
+    from nemo_edo.megatron.cpu import without_cuda
+
+    device = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    if find_spec("transformer_engine") is None:
+        without_cuda.import_bridge()
+        return device
+    try:  # Megatron would compute without it, and Megatron-Bridge would end halfway through its imports
+        import transformer_engine.pytorch  # noqa: F401
+    except (ImportError, OSError) as error:
+        raise UserError(
+            f"Transformer Engine is installed and cannot be imported: {error}; install what it lacks "
+            "(pip install onnxscript 'transformer-engine[pytorch]'), or uninstall it to train with torch's kernels"
+        ) from error
+    import megatron.bridge  # noqa: F401
+
+    return device
 
 
 @contextlib.contextmanager

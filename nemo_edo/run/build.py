@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo import config
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.config.generation import PLAIN
-from nemo_edo.config.run import arm_seed, training_seed
+from nemo_edo.config.run import training_seed
 from nemo_edo.data.model_folder import find_model
 from nemo_edo.data.prompts import chat_of, prompt_text
 from nemo_edo.errors import DamagedCheckpoint, UserError
@@ -41,10 +41,8 @@ class RunSettings:
     trains: bool
     """False: the run only evaluates."""
     arms: dict[str, config.ArmConfig]
-    seeds: dict[str, int]
-    """Of each arm's samples in training, and of their order."""
     training_seed: int
-    """What tells the run's trainings from those of other runs."""
+    """The seed that tells the run's trainings from those of other runs; ``arm_seed`` has an arm's."""
     seed: int
     """Of all evaluations: all arms answer with the same random numbers."""
     sft: config.SFTConfig
@@ -61,9 +59,8 @@ class RunSettings:
     def of(cls, cfg: config.RunConfig) -> RunSettings:
         from nemo_edo.config.compose import arm_configs  # loads Hydra
 
-        arms = arm_configs(cfg)
-        seeds = {"seeds": {arm: arm_seed(cfg, arm) for arm in arms}, "training_seed": training_seed(cfg)}
-        own = {"trains": cfg.algorithm != config.NONE, "arms": arms, **seeds}
+        trains = cfg.algorithm != config.NONE
+        own = {"trains": trains, "arms": arm_configs(cfg), "training_seed": training_seed(cfg)}
         return cls(**own, **{name: getattr(cfg, name) for name in cls.__dataclass_fields__ if name not in own})
 
     def final_iteration(self, policy: str) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo.algorithms.iteration import run_iterations, train_supervised
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.samples import generate_and_score
+from nemo_edo.config.run import arm_seed
 from nemo_edo.errors import RESTORE, DamagedCheckpoint, RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import KINDS, kinds, load_evaluation
 from nemo_edo.evaluation.results import START as WARMUP
@@ -168,7 +169,7 @@ def _begin_arm(run: RunServices, model: RemotePolicy, arm: str) -> tuple[Plan, S
         problems=run.data.train,
         prompts=run.data.prompts,
         sampling=settings.sampling,
-        seed=settings.seeds[arm],
+        seed=arm_seed(settings.training_seed, arm),
         guards=run.builder.guards(model.places[0].layers),
         part_size=generation.part_size,
         lag=int(generation.one_step_off),

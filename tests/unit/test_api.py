@@ -80,7 +80,7 @@ def test_a_mistake_is_an_error_before_anything_is_started(monkeypatch, call, tol
 
 
 def test_a_sweeps_table_has_alpha_and_what_the_sweep_varies_and_no_other_settings(tmp_path: Path):
-    common, members = ["~arms", "+arms={grpo: {}}", "replicate_baseline=false"], {}
+    common, members = ["~arms", "+arms={grpo: {}}", "replicate_baseline=false", "train.seed=7"], {}
     for alpha in ("0", "0.5"):
         members[f"alpha={alpha}"] = given = [*common, f"grpo.alpha={alpha}", f"name='alpha={alpha}'"]
         shares = {arm: {"greedy_accuracy": [0.0, 1.0]} for arm in ("warmup", "grpo")}
@@ -89,3 +89,4 @@ def test_a_sweeps_table_has_alpha_and_what_the_sweep_varies_and_no_other_setting
     table = edo.load(tmp_path).results
     assert [*table.columns] == ["arm", "alpha", "run", "seed", "grpo.alpha", "greedy_accuracy"]
     assert [*table["alpha"].dropna()] == [0.0, 0.5] and [*table["grpo.alpha"]] == [0.0, 0.0, 0.5, 0.5]
+    assert {*table["seed"]} == {7}  # as in the runs' reports

@@ -90,7 +90,7 @@ def test_the_replicate_has_the_settings_of_the_first_plain_arm_and_a_seed_of_its
     cfg = compose_run("quickstart", ["arms=[entropy_bonus,grpo,noise]"])
     arms = arm_configs(cfg)
     assert list(arms) == ["entropy_bonus", "grpo", "noise", "replicate"] and arms["replicate"] == arms["grpo"]
-    assert [arm_seed(cfg, name) == cfg.seed for name in arms] == [True, True, True, False]
+    assert [arm_seed(cfg.seed, name) == cfg.seed for name in arms] == [True, True, True, False]
     exploring = arm_configs(compose_run("quickstart", ["arms=[noise,entropy_bonus]"]))
     assert exploring["replicate"] == exploring["noise"]
     said = message_of("quickstart", ["+arms.replicate.alpha=0"])

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from nemo_edo.config.compose import ConfigError, arm_configs
-from nemo_edo.config.run import arm_seed
+from nemo_edo.config.run import training_seed
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
@@ -68,7 +68,7 @@ def test_cells_are_every_combination_seeds_outermost_and_each_composes_to_its_do
 
 def test_seeds_take_the_warm_ups_in_turn_and_train_with_their_own_samples(written):
     study = written(seeds=[1, 2, 3], warm_up_seeds=[101, 102], arms={"grpo": {}}, tasks=ONE_TASK)
-    assert [(cell.seed, cell.cfg.seed, arm_seed(cell.cfg, "grpo")) for cell in study.cells] == [
+    assert [(cell.seed, cell.cfg.seed, training_seed(cell.cfg)) for cell in study.cells] == [
         (1, 101, 1), (2, 102, 2), (3, 101, 3)]
     assert [cell.seed for cell in study.left() if cell.arm == "warmup"] == [101, 102]
     [donor] = study.donors(study.cells[2])
