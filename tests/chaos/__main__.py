@@ -28,7 +28,8 @@ from .rounds import Round, Undisturbed, Wrong, play, undisturbed  # noqa: E402
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=TURN, help="default: %(default)s, in which every fault is played")
+    every = f"default: %(default)s; {len(FAULTS)} have every fault once"
+    parser.add_argument("--rounds", type=int, default=TURN, help=every)
     parser.add_argument("--round", type=int, help="only this one, of the seed's rounds")
     parser.add_argument("--fault", choices=FAULTS, help="only rounds with this one")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent rounds; default: %(default)s")

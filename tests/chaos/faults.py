@@ -273,4 +273,4 @@ FAULTS = {
     "evaluate": Fault(2, kill_first, lambda job: job.name == "grpo"),
 }
 TURN = sum(fault.times for fault in FAULTS.values())
-"""Rounds that play every fault."""
+"""Rounds that play every fault so often, in the first ``len(FAULTS)`` of them once."""

@@ -12,7 +12,7 @@ from random import Random
 from helpers.chat_server import ChatServer
 from helpers.endings import ending
 
-from .faults import FAULTS, Harm, Scene, small_disk
+from .faults import FAULTS, TURN, Harm, Scene, small_disk
 from .jobs import JOBS, Job
 from .running import Hangs, Running, Servers
 
@@ -50,9 +50,10 @@ class Round:
     @classmethod
     def of(cls, seed: int, number: int) -> Round:
         chance = Random(f"{seed} {number}")
-        kinds = [name for name, fault in FAULTS.items() for _ in range(fault.times)]
-        turn, place = divmod(number, len(kinds))
-        fault = Random(f"{seed} {turn}").sample(kinds, len(kinds))[place]
+        turn, place = divmod(number, TURN)
+        more = [name for name, fault in FAULTS.items() for _ in range(fault.times - 1)]
+        order = Random(f"{seed} {turn}")
+        fault = [*order.sample([*FAULTS], len(FAULTS)), *order.sample(more, len(more))][place]
         job = chance.choice([job for job in JOBS if FAULTS[fault].fits(job)])
         return cls(seed, number, job, fault, chance.random(), chance.choice((0.0, chance.uniform(0, DELAY_S))), chance)
 

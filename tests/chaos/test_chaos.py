@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .faults import FAULTS, TURN
+from .faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_random_faults_leave_the_numbers_alone_or_stop_the_run_with_a_message_that_names_the_file():
-    command = [sys.executable, "-m", "tests.chaos", "--seed", "312"]
+    command = [sys.executable, "-m", "tests.chaos", "--seed", "312", "--rounds", str(len(FAULTS))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
-    assert done.stdout.count(": the same end") >= TURN // 2
+    assert done.stdout.count(": the same end") >= len(FAULTS) // 2
     [played] = [line for line in done.stdout.splitlines() if line.startswith("faults: ")]
-    assert all(f"{name} {fault.times}" in played for name, fault in FAULTS.items())
+    assert all(f"{name} 1" in played for name in FAULTS)
