@@ -22,7 +22,7 @@ LORA = LoRAConfig(rank=4, alpha=6.0)
 SCALE = 1.5
 OPTIMIZER = OptimizerConfig(lr=1e-2, adam_eps=1e-3, weight_decay=0.1, warmup_steps=2)
 LOG_PROBS = {"micro_batching": MicroBatching(2), "temperature": 1.0}
-MODELS = {"untied": ("qwen2", {}), "tied": ("qwen2", {"tie_word_embeddings": True}), "llama": ("llama", {})}
+MODELS = {"tied": ("qwen2", {"tie_word_embeddings": True}), "llama": ("llama", {})}
 
 
 def randomized(policy):
@@ -75,23 +75,13 @@ def test_logprobs_and_gradients_are_those_of_the_equation(model, tiny):
         torch.testing.assert_close(gradient, of_parts, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_exported_weights_are_the_base_plus_alpha_over_rank_times_the_product(model, tiny):
-    base, adapters = load_file(model.folder / "model.safetensors"), tiny.exported_adapters(model.policy)
-    found = tiny.exported(model.policy)
-    assert len(adapters) == 2 * 2 * 7  # two factors, two layers, seven matrices
-    for name in base:
-        expected = base[name]
-        if (key := name.removesuffix(".weight")) + ".lora_A.weight" in adapters:
-            expected = expected + SCALE * adapters[f"{key}.lora_B.weight"] @ adapters[f"{key}.lora_A.weight"]
-        torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
 def test_a_peft_folder_has_the_merged_models_weights_over_the_base_that_it_names(model, tiny, tmp_path):
     export_hf_folder(model.policy.built, tmp_path / "base", merge_adapters=False)
     export_adapter_folder(model.policy.built, tmp_path, base=str(tmp_path / "base"))
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     weights = load_file(Path(settings["base_model_name_or_path"]) / "model.safetensors")
     adapters = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(adapters) == 2 * 2 * 7  # two factors, two layers, seven matrices
     for name in [name for name in adapters if name.endswith("lora_A.weight")]:
         layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         assert layer.rpartition(".")[2] in settings["target_modules"]
@@ -101,8 +91,7 @@ def test_a_peft_folder_has_the_merged_models_weights_over_the_base_that_it_names
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize(("dtype", "distributed_optimizer"), [("fp32", False), ("bf16", True)])
 def test_only_adapters_move(tiny, tiny_qwen2, dtype, distributed_optimizer):
     """That only they have gradients and optimizer state is in test_memory.py, to the byte."""
     parallelism = ParallelismConfig(use_distributed_optimizer=distributed_optimizer)
@@ -147,8 +136,7 @@ def test_merging_keeps_the_policy_and_reinitialises_the_adapters(policy, tiny):
 
 
 @pytest.mark.parametrize(("there", "here"), [
-    (LORA, None), (LORA, LoRAConfig(rank=2, alpha=6.0)), (LORA, LoRAConfig(rank=4, alpha=3.0)),
-    (LORA, LoRAConfig(rank=4, alpha=6.0, targets=["linear_qkv"])), (None, LORA)])
+    (LORA, None), (LORA, LoRAConfig(rank=4, alpha=3.0, targets=["linear_qkv"])), (None, LORA)])
 def test_a_checkpoint_with_other_adapters_is_an_error_that_names_both(tiny, tiny_qwen2, tmp_path, there, here):
     checkpoint.save(tiny.build_policy(tiny_qwen2, lora=there), tmp_path / "checkpoint")
     policy = tiny.build_policy(tiny_qwen2, lora=here)

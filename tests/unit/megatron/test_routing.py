@@ -11,7 +11,6 @@ from nemo_edo.types import GenerationRequest, SamplingParams
 
 LAYERS, EXPERTS, K = 2, 4, 2
 LAYOUTS = {
-    "one row at a time": MicroBatching(1),
     "padded rows": MicroBatching(3),
     "packed": MicroBatching(3, tokens=40, packing=True),
     "packed, prompts shared": MicroBatching(3, tokens=40, packing=True, share_prompts=True),
@@ -25,15 +24,12 @@ def folder(tiny, tmp_path):
         initializer_range=0.06)
 
 
-def requests(number: int = 6) -> list[GenerationRequest]:
-    """Two to each prompt, of different lengths."""
-    prompts = [tuple(range(20, 20 + length)) for length in (5, 2, 9)]
-    return [GenerationRequest(f"{n // 2}", n % 2, prompts[n // 2 % 3], seed=n) for n in range(number)]
-
-
 def sampled(policy, tiny, **settings) -> list:
+    """Two responses to each of three prompts of different lengths."""
     engine = tiny.build_engine(policy, stop_ids=range(1, 12), keeps_experts=True, **settings)
-    return engine.generate(requests(), SamplingParams(1.0, 1.0, 12))
+    prompts = [tuple(range(20, 20 + length)) for length in (5, 2, 9)]
+    requests = [GenerationRequest(f"{n // 2}", n % 2, prompts[n // 2], seed=n) for n in range(6)]
+    return engine.generate(requests, SamplingParams(1.0, 1.0, 12))
 
 
 def batch_of(rollouts):
@@ -98,8 +94,7 @@ def test_replayed_passes_are_those_of_transformers_with_the_samplers_experts(fol
     assert (found - free).abs().max() > 0.01, "the routers would have chosen the same experts"
 
 
-@pytest.mark.parametrize("rows", [2, 64])
-@pytest.mark.parametrize("attention", ["auto", "local"])
+@pytest.mark.parametrize(("rows", "attention"), [(2, "auto"), (64, "local")])
 def test_the_engine_keeps_what_the_routers_of_a_whole_pass_choose(folder, tiny, rows, attention):
     """However the prompts are read and rows refilled: a pass of the same weights chooses the same experts."""
     from nemo_edo.generation.sampling import through_stages
@@ -131,26 +126,16 @@ def test_experts_of_all_layers_as_vllm_returns_them_are_replayed_as_those_of_the
 
 
 def test_gradients_with_recomputed_layers_are_those_without(folder, tiny):
-    from nemo_edo.losses import LossTerm
+    batch = batch_of(sampled(tiny.build_policy(folder), tiny))
 
-    def gradients(parallelism: ParallelismConfig):
-        policy = tiny.build_policy(folder, parallelism)
-        batch = batch_of(sampled(policy, tiny)) if not kept else kept[0]
-        kept.append(batch)
+    def gradients(**recomputation):
+        policy = tiny.build_policy(folder, ParallelismConfig(**recomputation))
         perturb_routers(policy)
-
-        def loss(logprobs, entropies, micro, weight):
-            return {"nll": LossTerm(-(logprobs * micro.mask).sum(), micro.mask.sum())}, {}
-
-        tiny.forward_backward(
-            policy, batch, loss, loss_counts={"nll": float(batch.mask.sum())}, micro_batching=MicroBatching(2),
-            temperature=1.0)
+        tiny.forward_backward(policy, batch, **tiny.sft_settings(batch))
         return {name: weight.main_grad.clone() for name, weight in policy.chunks[0].named_parameters()}
 
-    kept: list = []
-    plain = gradients(ParallelismConfig())
-    recomputed = gradients(ParallelismConfig(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
+    plain = gradients()
+    recomputed = gradients(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-7)
     assert any(gradient.abs().max() > 0 for name, gradient in plain.items() if "router" in name)

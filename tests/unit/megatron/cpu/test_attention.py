@@ -3,7 +3,6 @@ alone."""
 
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,33 +22,12 @@ from nemo_edo.megatron.layer_spec import FUSED, check_packing, choose_attention,
 from nemo_edo.megatron.packing import PackedSequences
 from nemo_edo.megatron.platform import device_and_groups
 
-LLAMA3_ROPE = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 8192}
-MODELS = {
-    "qwen2": {},
-    "qwen3": {"num_key_value_heads": 4},
-    "llama": {"rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE},
-}
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def groups():
     device_and_groups(ParallelismConfig(), seed=0, threads=1)
-
-
-@pytest.fixture(scope="module")
-def model(tiny, tmp_path_factory):
-    """model(type): its folder and its policy."""
-    made = {}
-
-    def make(model_type: str) -> SimpleNamespace:
-        if model_type not in made:
-            folder = tiny.write_tiny_model(tmp_path_factory.mktemp(model_type), model_type, **MODELS[model_type])
-            made[model_type] = SimpleNamespace(folder=folder, policy=tiny.build_policy(folder))
-        return made[model_type]
-
-    return make
 
 
 def config(**fields) -> TransformerConfig:
@@ -77,8 +55,7 @@ def value_and_gradients(attention, inputs):
     {}, {"num_query_groups": 4}, {"num_query_groups": 1},
     {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
 ], ids=str)
-@pytest.mark.parametrize("scale", [None, 0.4])
-@pytest.mark.parametrize("queries", [1, 2, 33])
+@pytest.mark.parametrize(("scale", "queries"), [(None, 1), (0.4, 2), (None, 33)])
 def test_values_and_gradients_are_those_of_megatrons_attention(settings, scale, queries):
     settings = config(**settings)
     inputs = tensors(queries, queries, groups=settings.num_query_groups)
@@ -102,19 +79,8 @@ def test_each_packed_sequence_attends_to_itself_alone():
     torch.testing.assert_close(found, torch.cat(expected).squeeze(1), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-def test_packed_logprobs_are_those_of_transformers(model, tiny, model_type):
-    built, batch = model(model_type), tiny.random_batch(rows=5, length=60)
-    found = tiny.logprobs(built.policy, batch, micro_batching=MicroBatching(1, 200, packing=True), temperature=1.0)
-    with torch.no_grad():
-        expected = tiny.dense_logprobs(tiny.load_dense(built.folder), batch.tokens)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours * batch.mask, theirs * batch.mask, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("multiple", [4, 7])
-def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(model, tiny, monkeypatch, multiple):
-    policy, batch = model("qwen2").policy, tiny.random_batch(rows=6)
+def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(policy, tiny, monkeypatch):
+    batch, multiple = tiny.random_batch(rows=6), 7
     cut = {"micro_batching": MicroBatching(1, 41, packing=True), "temperature": 1.0}
     expected = tiny.logprobs(policy, batch, **cut)
     shapes, plain = [], forward_backward.packed_inputs
@@ -166,14 +132,14 @@ def test_a_gpu_without_transformer_engine_builds_llama_with_what_there_is_and_sa
     assert "No module named 'transformer_engine'" in said
 
 
-def test_packing_in_fp32_is_refused_with_attention_that_is_not_ours(model, monkeypatch):
-    layers = unwrap_model(model("qwen2").policy.chunks[0]).decoder.layers
+def test_packing_in_fp32_is_refused_with_attention_that_is_not_ours(policy, monkeypatch):
+    layers = unwrap_model(policy.chunks[0]).decoder.layers
     for layer in layers:
         monkeypatch.setitem(layer.self_attention._modules, "core_attention", torch.nn.Identity())
     with pytest.raises(UserError, match="no kernel for packing in fp32: set model.attention=sdpa"):
-        check_packing(model("qwen2").policy.chunks)
+        check_packing(policy.chunks)
     monkeypatch.setattr(layers[0].self_attention.config, "params_dtype", torch.bfloat16)
-    check_packing(model("qwen2").policy.chunks)
+    check_packing(policy.chunks)
 
 
 def test_a_pack_on_a_gpu_is_cut_without_reading_from_it():
@@ -184,13 +150,15 @@ def test_a_pack_on_a_gpu_is_cut_without_reading_from_it():
     assert output.shape == (12, on_gpu[0][0, 0].numel())
 
 
-def test_packing_and_shared_prompts_are_refused_with_layers_that_cannot_compute_them(model, tiny, monkeypatch):
-    check_packing(model("qwen2").policy.chunks, share_prompts=True)
+def test_packing_and_shared_prompts_are_refused_with_layers_that_cannot_compute_them(
+    policy, tiny, tiny_qwen2, monkeypatch
+):
+    check_packing(policy.chunks, share_prompts=True)
     with pytest.raises(UserError, match="set packing=false"):
-        check_packing(tiny.build_policy(model("qwen2").folder, attention="local").chunks)
+        check_packing(tiny.build_policy(tiny_qwen2, attention="local").chunks)
     monkeypatch.setattr("nemo_edo.megatron.layer_spec.rotates", lambda config: False)
     with pytest.raises(UserError, match="set share_prompts=false"):
-        check_packing(model("qwen2").policy.chunks, share_prompts=True)
+        check_packing(policy.chunks, share_prompts=True)
 
 
 def test_packing_is_refused_with_layers_of_bridge_that_do_not_see_the_pack():
@@ -204,14 +172,10 @@ def test_packing_is_refused_with_layers_of_bridge_that_do_not_see_the_pack():
             check_packing([layer])
 
 
-def norm_config(**fields) -> TransformerConfig:
-    return TransformerConfig(**{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, **fields})
-
-
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_weights_are_marked_where_ranks_share_the_tokens(name, shared):
-    norm = TorchNorm(norm_config(normalization=name, tensor_model_parallel_size=2, sequence_parallel=shared), 8)
+    norm = TorchNorm(config(normalization=name, tensor_model_parallel_size=2, sequence_parallel=shared), 64)
     assert [parameter.sequence_parallel for parameter in norm.parameters()] == [shared] * len(norm.state_dict())
 
 
@@ -223,8 +187,6 @@ def test_a_cpu_model_runs_on_torch_and_megatron_alone(policy):
     assert found["rotary embedding"] == "torch"
     assert {found[part] for part in FUSED} == {"absent: the device is a CPU"}
     assert not [what for what in found.values() if "transformer_engine" in what or "apex" in what]
-
-
-def test_stand_ins_never_make_megatron_core_believe_in_transformer_engine(policy):
+    # Stand-ins never make Megatron-core believe in Transformer Engine.
     assert "transformer_engine" not in sys.modules
     assert not sys.modules["megatron.core.extensions.transformer_engine"].HAVE_TE
