@@ -49,13 +49,8 @@ def arm(request, make_model, warmed_up):
     return make
 
 
-def collected(model, batch):
-    policy = over(model)
-    return batch.with_fields(old_logprobs=policy.logprobs(batch)[0], ref_logprobs=policy.reference_logprobs(batch))
-
-
 def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters(
-    arm, tiny, warmed_up, make_model, pairs
+    arm, tiny, warmed_up, make_model, pairs, as_collected
 ):
     model = arm()
     assert model.reference is None, "a reference that stays needs no copy of the weights"
@@ -66,7 +61,7 @@ def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters
     reference = over(model).reference_logprobs(pairs)
     torch.testing.assert_close(reference, after_warm_up, rtol=0, atol=2e-5)
     assert torch.equal(over(model).logprobs(pairs)[0], reference)
-    trained(model, collected(model, pairs))
+    trained(model, as_collected(model, pairs))
     assert torch.equal(over(model).reference_logprobs(pairs), reference)
     own = over(model).logprobs(pairs)[0]
     assert (own - reference).abs().max() > 1e-2
@@ -77,10 +72,10 @@ def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters
 
 
 @pytest.mark.parametrize(("kind", "share"), [("previous", 0.0), ("ema", 0.75)])
-def test_a_reference_that_moves_is_one_of_adapters_alone(arm, tiny, pairs, kind, share):
+def test_a_reference_that_moves_is_one_of_adapters_alone(arm, tiny, pairs, as_collected, kind, share):
     model = arm(reference=kind)
     start, base = model.policy.snapshot(), tiny.exported(model.policy, merged=False)
-    trained(model, collected(model, pairs))
+    trained(model, as_collected(model, pairs))
     now, own = model.policy.snapshot(), over(model).logprobs(pairs)[0]
     model.move_reference(kind, 0.75)
     for reference, old, new in zip(model.reference, start, now, strict=True):
