@@ -18,13 +18,12 @@ EXPERTS = {"experts": {"expert_model_parallel_size": 2}, "experts, tensor": {**T
 ON_TWO = WHOLE | EXPERTS | {f"{name}, split": {**sizes, **SPLIT} for name, sizes in (WHOLE | EXPERTS).items()}
 """Layouts of two processes; split: with the distributed optimizer."""
 ON_ONE = {"one": {}, "one, split": SPLIT, "experts, one": {}, "experts, one, split": SPLIT}
-# Each layout saves once and loads once at least.
 SAVED_AND_LOADED = [
-    ("one", "tensor"), ("tensor", "pipeline"), ("pipeline", "interleaved"), ("interleaved", "data"), ("data", "one"),
-    ("tensor, split", "pipeline, split"), ("pipeline, split", "data, split"), ("data, split", "interleaved, split"),
-    ("interleaved, split", "one, split"), ("one, split", "tensor, split"),
-    ("experts, tensor", "experts, one"), ("experts, one", "experts, tensor"),
-    ("experts, tensor, split", "experts, one, split"), ("experts, split", "experts, split"),
+    ("tensor", "pipeline"), ("interleaved", "data"), ("data", "one"),
+    ("tensor, split", "pipeline, split"), ("data, split", "interleaved, split"), ("interleaved, split", "one, split"),
+    ("one, split", "tensor, split"),
+    ("experts, tensor", "experts, one"), ("experts, tensor, split", "experts, one, split"),
+    ("experts, split", "experts, split"),
 ]
 CHANGES = {
     ("tensor", "pipeline"): ("tensor-parallel size is 2 there and 1 here, pipeline-parallel size is 1 there and "
@@ -101,7 +100,7 @@ def test_an_optimizers_state_of_another_kind_is_refused(on, saved, there: str, h
     assert named in on(here, "refusal", saved(there).folder)
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("one, split", 1), ("data, split", 2), ("interleaved, split", 1)])
+@pytest.mark.parametrize(("layout", "ranks"), [("data, split", 2), ("interleaved, split", 1)])
 def test_no_rank_holds_more_of_the_optimizers_state_than_its_share(on, tmp_path, layout: str, ranks: int):
     saved, loaded, whole = on(layout, "optimizer_bytes", tmp_path)
     assert saved == loaded == pytest.approx(whole / ranks, rel=0.02)  # buckets are padded

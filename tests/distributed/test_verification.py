@@ -25,12 +25,12 @@ TOKENS = [
 ]  # fmt: skip
 
 
-HOSTILE = 400
+HOSTILE = 200
 
 
 def hostile_answers() -> list[str]:
     chance = random.Random(7)
-    long = ["".join(chance.choices("0123456789x+{}^\\", k=1000)) * 1000 for _ in range(40)]
+    long = ["".join(chance.choices("0123456789x+{}^\\", k=1000)) * 1000 for _ in range(20)]
     fuzzed = ["".join(chance.choices(TOKENS, k=chance.randint(1, 25))) for _ in range(HOSTILE - len(BOMBS) - len(long))]
     return [*BOMBS, *fuzzed, *long]
 

@@ -5,7 +5,7 @@ import torch
 from helpers.worker_pool import CaseFailed
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-LAYOUTS = {"data": {}, "tensor": {"tensor_model_parallel_size": 2}, "pipeline": {"pipeline_model_parallel_size": 2}}
+LAYOUTS = {"data": {}, "tensor": {"tensor_model_parallel_size": 2}}
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,8 @@
 import os
 import signal
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 from helpers.controller import controlled
@@ -80,11 +78,8 @@ def run(folder: Path, out: Path, sizes: dict) -> dict | None:
         from nemo_edo.generation import megatron_engine
 
         choose = megatron_engine.choose_tokens
-        changed = mock.patch.object(megatron_engine, "choose_tokens", lambda *a: (choose(*a)[0] + 1, choose(*a)[1]))
-    else:
-        changed = nullcontext()
-    with changed:
-        return controlled(lambda workers: steps(workers, folder, out, sizes))
+        megatron_engine.choose_tokens = lambda *a: (choose(*a)[0] + 1, choose(*a)[1])  # the process ends with the case
+    return controlled(lambda workers: steps(workers, folder, out, sizes))
 
 
 # --- ranks that fail ----------------------------------------------------------------------------------------------

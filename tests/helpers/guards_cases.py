@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from helpers import tiny_models
+from helpers.training_settings import OPTIMIZER
 
-from nemo_edo.config import OptimizerConfig, ParallelismConfig
+from nemo_edo.config import ParallelismConfig
 from nemo_edo.losses import LossTerm, sft_loss
 
-OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, adam_eps=1e-3, warmup_steps=2)
 FAULTS = ("loss", "gradient", "weight")
 
 

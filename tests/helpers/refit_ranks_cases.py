@@ -8,7 +8,6 @@ from helpers import nccl_stub, scripted_server, tiny_models
 from helpers.controller import build_tiny, controlled
 from safetensors.torch import load_file
 
-from nemo_edo.errors import UserError
 from nemo_edo.refit.disk import DiskSync, WeightFolders
 from nemo_edo.refit.libnccl import Library
 from nemo_edo.refit.nccl import NCCLSync
@@ -30,27 +29,19 @@ def bytes_on_host(worker: Worker, folder: Path) -> int:
 
 def through_a_folder(workers: Workers, folder: Path) -> dict:
     server = scripted_server.ScriptedReplica()
-    engine = scripted_server.engine_of(server)
-    sync = DiskSync(engine, WeightFolders(folder, workers, 1), attempts=1, limit_s=5.0)
-    sync.push(1)
-    weights = load_file(Path(server.weights) / "model.safetensors")
-    server.faults, server.cannot_start = {"/collective_rpc": 9}, True
-    try:
-        sync.push(2)
-    except UserError as error:
-        return {"weights": weights, "refused": str(error), "version": engine.policy_version}
-    return {"weights": weights}
+    sync = DiskSync(scripted_server.engine_of(server), WeightFolders(folder, workers, 1), attempts=1, limit_s=5.0)
+    sync.push(1)  # its folder goes with it
+    return load_file(Path(server.weights) / "model.safetensors")
 
 
 def by_broadcasts(workers: Workers, folder: Path) -> dict:
     library = Library(nccl_stub.build(folder))
-    servers = [scripted_server.ScriptedReplica(faults={"/update_weights": 1})]  # the second attempt goes through
-    engine = scripted_server.engine_of(*servers)
-    servers[0].link = nccl_stub.Workers(library, 60.0)
-    sync = NCCLSync(engine, workers, lambda: nccl_stub.communicator(library, 60.0), name="run", attempts=2,
-                    limit_s=60.0, bucket_bytes=16_000)
+    server = scripted_server.ScriptedReplica(faults={"/update_weights": 1})  # the second attempt goes through
+    server.link = nccl_stub.Workers(library, 60.0)
+    sync = NCCLSync(scripted_server.engine_of(server), workers, lambda: nccl_stub.communicator(library, 60.0),
+                    name="run", attempts=2, limit_s=60.0, bucket_bytes=16_000)
     sync.push(1)
-    return {"version": engine.policy_version, "weights": dict(servers[0].received)}
+    return dict(server.received)
 
 
 def refits(model: Path, folder: Path, sizes: dict) -> dict | None:

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import torch
 from helpers import tiny_models
+from helpers.training_settings import OPTIMIZER
 
-from nemo_edo.config import OptimizerConfig, ParallelismConfig
+from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 
-# eps: well above rounding errors of gradients, which Adam would otherwise blow up to whole steps.
-OPTIMIZER = OptimizerConfig(lr=3e-3, weight_decay=0.1, adam_eps=1e-3, warmup_steps=2)
 TRAINED, AFTERWARDS = (0, 1, 2), (3, 4)
 """Batches before and after the checkpoint."""
 

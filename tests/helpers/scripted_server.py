@@ -169,17 +169,3 @@ class ScriptedReplica:
 def engine_of(*replicas: ScriptedReplica) -> SimpleNamespace:
     """The part of a ServerEngine that a refit uses."""
     return SimpleNamespace(replicas=list(replicas), excluded=[], policy_version=0, served_model="policy", weights=None)
-
-
-def assert_two_versions_arrive(sync, policy, exported_weights, servers) -> None:
-    """Two pushes of changed weights: each server has every weight, bit for bit, in order, and the version's name."""
-    for version in (1, 2):
-        with torch.no_grad():
-            for parameter in policy.chunks[0].parameters():
-                parameter.add_(0.1)
-        sync.push(version)
-        expected = exported_weights(policy)
-        for server in servers:
-            assert [name for name, _ in server.received] == list(expected)
-            assert all(torch.equal(tensor, expected[name]) for name, tensor in server.received)
-            assert server.version == f"run/{version}"
