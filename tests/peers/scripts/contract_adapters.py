@@ -57,8 +57,6 @@ def compared(loss_of: Callable[..., Callable], at: Tensor, on_policy: Tensor) ->
 
 NEMO_RL = {
     "token level": {},
-    "sequence level": {"token_level_loss": False},
-    "weights": {"use_importance_sampling_correction": True},
     "tis": {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 1.1},
     "icepop": {"truncated_importance_sampling_type": "icepop", "truncated_importance_sampling_ratio": 1.2,
                "truncated_importance_sampling_ratio_min": 0.8},

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
-from trl.experimental.gspo_token import GRPOTrainer as GSPOTokenTrainer
 from trl.experimental.xpo import XPOConfig, XPOTrainer
 
 
@@ -52,30 +51,21 @@ def grpo(settings: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
     ``sampler``, where it is given, is what vLLM would have reported.
     """
-    with_sampler, token_level = "sampler" in tensors, settings.get("importance_sampling_level") == "sequence_token"
+    with_sampler = "sampler" in tensors
     model, frozen, ref_model = (SimpleNamespace(training=True, is_gradient_checkpointing=False) for _ in range(3))
     logprobs, lengths = leaf(tensors["logprobs"]), tensors["lengths"].tolist()
     returned = {id(model): tensors["old"], id(ref_model): tensors["ref"], id(frozen): logprobs}
     trainer = trainer_of(
-        GSPOTokenTrainer if token_level else GRPOTrainer,
-        GRPOConfig,
-        {"per_device_train_batch_size": len(lengths), "steps_per_generation": 2, **settings},
-        model=model,
-        ref_model=ref_model,
+        GRPOTrainer, GRPOConfig, {"per_device_train_batch_size": len(lengths), "steps_per_generation": 2, **settings},
+        model=model, ref_model=ref_model, environments=None, tools=None, current_gradient_accumulation_steps=1,
         use_vllm=with_sampler,  # not through the config, which would look for vLLM
         epsilon_low=settings.get("epsilon", 0.2),
         epsilon_high=settings.get("epsilon_high", settings.get("epsilon", 0.2)),
-        current_gradient_accumulation_steps=1,
-        environments=None,
-        tools=None,
-        reward_weights=torch.ones(1),
-        reward_func_names=["reward"],
+        reward_weights=torch.ones(1), reward_func_names=["reward"], _pending_extra_logs={}, _pending_metrics={},
         _logs=defaultdict(list, rewards=defaultdict(list), extra=defaultdict(list)),
-        _pending_extra_logs={},
-        _pending_metrics={},
         _tokenizer=SimpleNamespace(pad_token_id=0),
         processing_class=SimpleNamespace(batch_decode=lambda ids, **_: [""] * len(ids)),
-    )
+    )  # fmt: skip
     ids = [[1] * length for length in lengths]
     sampler = [row[:n].tolist() for row, n in zip(tensors["sampler"], lengths, strict=True)] if with_sampler else None
     trainer._generate = lambda prompts: (ids, ids, None, ids, torch.tensor(sum(lengths)), sampler, {}, None, None)
@@ -90,30 +80,14 @@ def dpo(settings: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Logits [2P, S, V] for tokens [2P, S], chosen rows first; ``completion_mask`` [2P, S] marks responses."""
     logits = leaf(tensors["logits"])
     trainer = trainer_of(
-        DPOTrainer,
-        DPOConfig,
-        settings,
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        ref_model=lambda **_: SimpleNamespace(logits=tensors["ref_logits"]),
-        precompute_ref_logps=False,
-        loss_types=settings["loss_type"],
-        loss_weights=[1.0],
-    )
-    inputs = {
-        "input_ids": tensors["tokens"],
-        "attention_mask": tensors["attention_mask"],
-        "completion_mask": tensors["completion_mask"],
-    }
+        DPOTrainer, DPOConfig, settings, model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        ref_model=lambda **_: SimpleNamespace(logits=tensors["ref_logits"]), precompute_ref_logps=False,
+        loss_types=settings["loss_type"], loss_weights=[1.0],
+    )  # fmt: skip
+    masks = {name: tensors[name] for name in ("attention_mask", "completion_mask")}
+    inputs = {"input_ids": tensors["tokens"], **masks}
     loss = trainer._compute_loss(lambda **_: SimpleNamespace(logits=logits), inputs, return_outputs=False)
     return differentiated(loss, logits=logits)
-
-
-def dpo_pair_by_pair(settings: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The mean of ``dpo`` over batches of one pair, for losses that sort the pairs of a batch."""
-    pairs = len(tensors["tokens"]) // 2
-    single = [dpo(settings, {k: x[p::pairs] for k, x in tensors.items()}) for p in range(pairs)]
-    gradient = torch.cat([result["logits"][side : side + 1] for side in (0, 1) for result in single])
-    return {"loss": torch.stack([result["loss"] for result in single]).mean(), "logits": gradient / pairs}
 
 
 def xpo(settings: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,7 +108,7 @@ def xpo(settings: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return differentiated(loss, logits=logits)
 
 
-KINDS = {"grpo": grpo, "dpo": dpo, "dpo_pair_by_pair": dpo_pair_by_pair, "xpo": xpo}
+KINDS = {"grpo": grpo, "dpo": dpo, "xpo": xpo}
 
 
 def main(cases: str, results: str) -> None:

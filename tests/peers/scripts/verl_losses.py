@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import torch
-import verl
+import verl  # noqa: F401  (which loads its plugins)
 from hydra import compose, initialize_config_module
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
@@ -70,6 +70,12 @@ def loss_of(*overrides: str, mode: str = "token-mean", masked: bool = False) -> 
     return {"loss": loss.detach(), "gradient": gradient, "metrics": named, "logprobs": logprobs.detach()}
 
 
+def with_base(name: str) -> dict:
+    """verl's loss of that name, and what the term adds to it."""
+    stock = loss_of(f"{ACTOR}.policy_loss.loss_mode={name}")["loss"]
+    return {"stock": stock, "added": loss_of(*EXPLORED, f"+{ACTOR}.policy_loss.base_loss={name}")["loss"] - stock}
+
+
 def refusal(*overrides: str) -> str:
     try:
         validate_config(composed(*overrides), use_reference_policy=False, use_critic=False)
@@ -118,18 +124,11 @@ def main(results: str) -> None:
     gpus = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"]
     torch.save(
         {
-            "version": verl.__version__, "found": found, "aggregated": aggregated,
-            "gspo": {
-                "stock": loss_of(f"{ACTOR}.policy_loss.loss_mode=gspo"),
-                "zero": loss_of(*ZERO, f"+{ACTOR}.policy_loss.base_loss=gspo"),
-            },
+            "found": found, "aggregated": aggregated,
             "batch": {name: batch(False)[name] for name in ("old_log_probs", "response_mask", "rollout_is_weights")},
             "advantages": advantages(),
-            "bases": {
-                name: loss_of(*EXPLORED, f"+{ACTOR}.policy_loss.base_loss={name}")["loss"]
-                - loss_of(f"{ACTOR}.policy_loss.loss_mode={name}")["loss"]
-                for name in ("vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "sapo", "dppo_tv")
-            },
+            "bases": {name: with_base(name) for name in ("vanilla", "gspo", "cispo", "clip_cov", "geo_mean", "sapo",
+                                                         "dppo_tv")},
             "refused": {
                 "several": refusal(*gpus, *several, *EXPLORED), "one": refusal(*gpus, *one, *EXPLORED),
                 "one without the term": refusal(*gpus, *one, *ZERO),
