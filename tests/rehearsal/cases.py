@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from helpers import tiny_models
 from helpers.tiny_models import over, step
-from helpers.training_settings import ED_GRPO, EXPLORES, GRPO, IDPO, LORA, OPTIMIZER, SFT, TEMPERATURE, as_pairs
+from helpers.training_settings import ED_GRPO, EXPLORES, GRPO, IDPO, LORA, SFT, TEMPERATURE, as_pairs
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.types import GenerationRequest, SamplingParams, TrainingBatch
@@ -136,21 +136,6 @@ def decoded_and_trained(folder: Path) -> bool:
     model.start_training(2)
     tokens = torch.randint(2, 128, (2, 15), generator=torch.Generator().manual_seed(0))
     return math.isfinite(step(model, TrainingBatch(tokens, torch.ones(2, 14)))["grad_norm"])
-
-
-def resumed(models: Path, out: Path, **how) -> dict:
-    """A policy in bf16 with other weights that resumes from a checkpoint, and the one that wrote it."""
-    from nemo_edo.megatron import checkpoint
-
-    how |= {"precision": {"dtype": "bf16"}}
-    saved, loaded = (build(models / name, TRAINING["sft"], **how).policy for name in ("plain", "other"))
-    for policy in (saved, loaded):
-        policy.reset_optimizer(OPTIMIZER, total_steps=8)
-    tiny_models.train_sft(saved, [0, 1])
-    checkpoint.save(saved, out, with_optimizer=True)
-    checkpoint.load(loaded, out, with_optimizer=True)
-    return {"metrics": [tiny_models.train_sft(policy, [2, 3]) for policy in (saved, loaded)],
-            "weights": [tiny_models.exported(policy) for policy in (saved, loaded)]}
 
 
 def written(folder: Path, out: Path, **how) -> dict:

@@ -297,59 +297,6 @@ def _attend_back(q, out, grad, k, v, logs, mask, scale):
     return (of_scores @ whole_k).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-# Context parallelism: a rank's part of each sequence of a pack is two chunks, and a step of the ring may have one.
-
-
-def _half(cu, half):
-    """The tokens of the first or second halves; cu: of the rank's part of the pack."""
-    starts, lengths = cu[:-1].tolist(), cu.diff().tolist()
-    halves = [length // 2 for length in lengths]
-    places = [torch.arange(count) + start + half * count for start, count in zip(starts, halves, strict=True)]
-    return torch.cat(places).to(cu.device)
-
-
-@as_kernel
-def thd_read_half_tensor(x, cu, half):
-    return x.index_select(0, _half(cu, half))
-
-
-@as_kernel
-def thd_read_second_half_lse(logs, cu, packed, length):
-    return logs.index_select(1, _half(cu, 1))
-
-
-@as_kernel
-def thd_second_half_lse_correction(logs, step, cu, packed):
-    places = _half(cu, 1)
-    logs[:, places] = torch.logaddexp(logs[:, places], step.view(len(logs), -1))
-
-
-@as_kernel
-def thd_out_correction(out, step, before, logs, of_step, cu, only_second_half, packed):
-    """``before``, ``logs`` [heads, t]: of the keys until now, without and with the step's."""
-    places = _half(cu, 1) if only_second_half else torch.arange(logs.shape[1], device=out.device)
-    shares = before[:, places], of_step.view(len(before), -1)
-    old, new = ((share - logs[:, places]).exp().T[..., None] for share in shares)
-    rows = out.view(-1, logs.shape[0], out.shape[-1])
-    rows[places] = (rows[places].float() * old + step.view(len(places), *rows.shape[1:]).float() * new).to(out.dtype)
-
-
-@as_kernel
-def thd_grad_correction(total, step, cu, *hows):
-    """What is done with each sequence's halves; a half with nothing to be added or copied is not in ``step``."""
-    given = [half for half, how in enumerate(hows) if how in ("add", "copy")]
-    step = step.view(-1, *total.shape[1:])
-    for half, how in enumerate(hows):
-        places = _half(cu, half)
-        part = step if len(given) == 1 else step[places]
-        if how == "add":
-            total[places] += part
-        elif how == "copy":
-            total[places] = part
-        elif how == "zero":
-            total[places] = 0
-
-
 def _rotate(x, angles, sign):
     width = angles.shape[-1]
     turned, rest = x[..., :width].float(), x[..., width:]
@@ -358,26 +305,24 @@ def _rotate(x, angles, sign):
     return torch.cat(((turned * angles.cos() + halves * angles.sin() * sign).to(x.dtype), rest), -1)
 
 
-def _rotate_all(x, angles, layout, cu_seqlens, sign, cp_size, cp_rank):
+def _rotate_all(x, angles, layout, cu_seqlens, sign, cp_size):
+    if cp_size > 1:
+        raise NotImplementedError("not rehearsed: positions of context-parallel ranks")
     if cu_seqlens is not None:
-        found = []
-        for part in x.split((cu_seqlens.diff() // cp_size).tolist()):
-            chunks = angles[: cp_size * len(part)].chunk(2 * cp_size if cp_size > 1 else 1)
-            own = torch.cat([chunks[cp_rank], chunks[-1 - cp_rank]]) if cp_size > 1 else chunks[0]
-            found.append(_rotate(part[:, None], own, sign)[:, 0])
-        return torch.cat(found)
+        parts = x.split(cu_seqlens.diff().tolist())
+        return torch.cat([_rotate(part[:, None], angles[: len(part)], sign)[:, 0] for part in parts])
     by_position = layout == NVTE_QKV_Format.NVTE_SBHD
     return _rotate(x, angles[: x.shape[0]] if by_position else angles[: x.shape[1]].transpose(0, 1), sign)
 
 
 @as_kernel
-def fused_rope_forward(x, angles, start, layout, interleaved, cu_seqlens, cp_size, cp_rank):
-    return _rotate_all(x, angles, layout, cu_seqlens, 1, cp_size, cp_rank)
+def fused_rope_forward(x, angles, start, layout, interleaved, cu_seqlens, cp_size, *_):
+    return _rotate_all(x, angles, layout, cu_seqlens, 1, cp_size)
 
 
 @as_kernel
-def fused_rope_backward(grad, angles, start, layout, interleaved, cu_seqlens, cp_size, cp_rank, *_):
-    return _rotate_all(grad, angles, layout, cu_seqlens, -1, cp_size, cp_rank)
+def fused_rope_backward(grad, angles, start, layout, interleaved, cu_seqlens, cp_size, *_):
+    return _rotate_all(grad, angles, layout, cu_seqlens, -1, cp_size)
 
 
 @as_kernel
