@@ -19,30 +19,19 @@ from nemo_edo.reward_models.vllm_pooling import POOLING, serving
 from nemo_edo.types import Rollout
 
 QUESTIONS = {"a": "What is 2 + 3?", "b": "Name a prime above 10, and say why it is one.", "c": "1 + 1"}
-TEXTS = [
-    "First, 2 + 3.\n\nThat is 5.\n\nThe answer is 5.",
-    "11.",
-    "It has no divisor but 1.\nAnd itself.\n\nSo 11.",
-    "",
-    "x" * 300,
-]
-
-
-def rollouts() -> list[Rollout]:
-    return [
-        Rollout(problem, sample, (1,), (2,), (-0.5,), text, True, 0, 0)
-        for problem in QUESTIONS
-        for sample, text in enumerate(TEXTS)
-    ]
+TEXTS = ["First, 2 + 3.\n\nThat is 5.\n\nThe answer is 5.", "11.", "It has no divisor but 1.\nAnd itself.\n\nSo 11.",
+         "", "x" * 300]  # fmt: skip
+ROLLOUTS = [Rollout(problem, sample, (1,), (2,), (-0.5,), text, True, 0, 0)
+            for problem in QUESTIONS for sample, text in enumerate(TEXTS)]
 
 
 def compare(folder: Path, work: Path) -> dict:
     """The gaps between the scores of both ways, and how many and how different the scores are."""
     about = read_reward_folder(folder)
-    here = score_rollouts(ProcessRewardModel(folder), rollouts(), QUESTIONS)
+    here = score_rollouts(ProcessRewardModel(folder), ROLLOUTS, QUESTIONS)
     settings, by_url = ServersConfig(max_in_flight=8), {}
     with serving(about, settings, work) as served:
-        there = score_rollouts(served, rollouts(), QUESTIONS)
+        there = score_rollouts(served, ROLLOUTS, QUESTIONS)
         replica = served._replicas[0]
         without_key = requests.post(replica.url + POOLING, json={"input": [[1]]}).status_code
         if folder.name == "qwen":
@@ -66,7 +55,7 @@ def at_a_url(replica: Replica, about, work: Path, expected: list) -> dict:
     """Scores from the same server, named by its URL, by a client that did not start it."""
     os.environ["REWARD_KEY"] = replica.key.value
     with serving(about, ServersConfig(urls=[replica.url], api_key_variable="REWARD_KEY"), work) as served:
-        scores = score_rollouts(served, rollouts(), QUESTIONS)
+        scores = score_rollouts(served, ROLLOUTS, QUESTIONS)
     pairs = [pair for a, b in zip(expected, scores, strict=True) for pair in zip(a, b.steps, strict=True)]
     return {"gaps_by_url": [abs(a - b) for a, b in pairs], "outlives_the_client": not replica.has_ended}
 

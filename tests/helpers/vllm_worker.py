@@ -127,12 +127,6 @@ class Trial:
             "largest_gap": max(gaps),
         }
 
-    def spread(self) -> list[int]:
-        """How many of 400 requests each replica has answered."""
-        before = [served(replica) for replica in self.servers.replicas]
-        self.servers.generate(self.asked(40, 10, "spread"), SAMPLED)
-        return [served(replica) - of for replica, of in zip(self.servers.replicas, before, strict=True)]
-
     # --- with other weights -------------------------------------------------------------------------------------------
 
     def largest_gap(self, rollouts: list[Rollout]) -> float:
@@ -211,20 +205,13 @@ class Trial:
         return self.push(version)
 
 
-def served(replica: Replica) -> int:
-    """Completions that a server counts."""
-    text = requests.get(f"{replica.url}/metrics", headers=replica.key.headers).text
-    return int(sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines()
-                   if line.startswith("vllm:request_success_total")))
-
-
 def main(folder: Path, transport: str, overrides: list[str]) -> None:
     trial, results = Trial(folder, transport, overrides), {}
     processes = [p for replica in trial.servers.replicas for p in psutil.Process(replica.process.pid).children(True)]
     try:
         pushes = results["pushes"] = [trial.push(0)]
         if len(trial.servers.replicas) > 1:
-            results |= {"seeds": trial.seeds(), "exposure": trial.exposure(), "spread": trial.spread(),
+            results |= {"seeds": trial.seeds(), "exposure": trial.exposure(),
                         "stopped": [trial.stopped(stop) for stop in STOPS]}
         pushes.append(trial.push(1))
         if len(trial.servers.replicas) > 1:

@@ -84,11 +84,6 @@ def at(server) -> list[str]:
     return ["generation=vllm", f"generation.servers.urls=[{server.url}]", key]
 
 
-def judged_by(server, *more: str) -> list[str]:
-    return ["rewards.verifier=judge", f"rewards.judge.url={server.url}/v1", "rewards.judge.model=policy",
-            "rewards.judge.api_key_variable=SERVER_KEY", *more]  # fmt: skip
-
-
 def stored(folder: Path, name: str, kind: str) -> list:
     return RolloutStore(folder / "runs" / name / "evaluations" / "warmup" / kind).read(0)
 
@@ -96,11 +91,6 @@ def stored(folder: Path, name: str, kind: str) -> list:
 def metrics(folder: Path, name: str) -> dict[str, float]:
     found = json.loads((folder / "runs" / name / "test_time" / "warmup.json").read_text())["metrics"]
     return {name: sum(one["sum"]) / sum(one["count"]) for name, one in found.items() if sum(one["count"])}
-
-
-def judge_line(folder: Path, name: str) -> dict:
-    lines = map(json.loads, (folder / "runs" / name / "metrics.jsonl").read_text().splitlines())
-    return next(line for line in lines if line["kind"] == "judge")
 
 
 def test_a_served_model_is_evaluated_as_the_same_model_in_process(server, inputs, evaluate):
@@ -119,24 +109,14 @@ def test_a_served_model_is_evaluated_as_the_same_model_in_process(server, inputs
     assert (folder / "runs" / "served" / "report.html").is_file()
 
 
-def test_gibberish_is_no_verdict(server, inputs, evaluate):
-    folder, common = inputs
-    said = evaluate(*common, "name=gibberish", *at(server), *judged_by(server, "rewards.judge.max_abstained=1",
-                    "rewards.judge.max_tokens=16"))  # fmt: skip
-    answered = [one for kind in ("greedy", "sampled") for one in stored(folder, "gibberish", kind) if one.answer]
-    assert len(answered) > 10 and not any(one.has_verdict for one in answered)
-    assert {one.reason for one in answered} == {"verification abstained: its reply has no verdict"}
-    line = judge_line(folder, "gibberish")
-    assert (line["judged"], line["abstained"]) == (0, len(answered)) and line["completion_tokens"] > 0
-    assert f"abstained on {len(answered)}" in said and metrics(folder, "gibberish")["abstained"] > 0
-
-
 def test_structured_output_makes_any_model_give_verdicts(server, inputs, evaluate):
     folder, common = inputs
-    said = evaluate(*common, "name=structured", *at(server), *judged_by(
-        server, "rewards.judge.structured_output=choice", "rewards.judge.prompt_price=1",
-        "rewards.judge.completion_price=2"))  # fmt: skip
-    line = judge_line(folder, "structured")
+    judge = {"url": f"{server.url}/v1", "model": "policy", "api_key_variable": "SERVER_KEY",
+             "structured_output": "choice", "prompt_price": 1, "completion_price": 2}  # fmt: skip
+    said = evaluate(*common, "name=structured", *at(server), "rewards.verifier=judge",
+                    *(f"rewards.judge.{name}={value}" for name, value in judge.items()))
+    lines = map(json.loads, (folder / "runs" / "structured" / "metrics.jsonl").read_text().splitlines())
+    line = next(line for line in lines if line["kind"] == "judge")
     answered = [one for kind in ("greedy", "sampled") for one in stored(folder, "structured", kind) if one.answer]
     assert (line["abstained"], line["judged"]) == (0, len(answered)) and line["compared"] == len(answered)
     assert line["cost"] == pytest.approx((line["prompt_tokens"] + 2 * line["completion_tokens"]) / 1e6)

@@ -46,10 +46,6 @@ def test_nothing_but_a_servers_health_is_told_without_its_key(results: dict):
     assert exposed["insecure_serialization"] == "0"
 
 
-def test_two_replicas_share_the_requests(results: dict):
-    assert sum(results["spread"]) == 400 and min(results["spread"]) > 100
-
-
 def test_a_stop_string_ends_a_response_with_its_last_token_and_changes_nothing_before(results: dict):
     for stopped in results["stopped"]:
         assert stopped["beginnings"] == stopped["asked"] and stopped["contained"] == stopped["met"] > 10

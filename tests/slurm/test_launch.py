@@ -101,20 +101,14 @@ def test_a_run_whose_input_is_bad_fails_and_is_not_queued_again(launcher):
 @pytest.mark.skipif(not can_cut_off, reason="no process can be given its own network here")
 def test_the_check_of_the_nodes_names_a_rank_whose_ports_are_blocked(launcher):
     """Rank 1 runs in its own network, where nothing can be reached."""
-    said = check_nodes(launcher, "blocked", 'if [ "$SLURM_PROCID" = 1 ]; then exec unshare --net "$@"; fi; exec "$@"')
-    assert "rank 1 (node n2) has not reported" in said and "1 faults" in said
-
-
-def check_nodes(launcher, name: str, wrapper: str) -> str:
-    """The check by itself, each of its two processes started by a shell's words; what it says."""
-    folder = launcher.folder / name
+    wrapper = 'if [ "$SLURM_PROCID" = 1 ]; then exec unshare --net "$@"; fi; exec "$@"'
     done = launcher.cluster.run(
         "srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
         f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={free_ports(1)[0]}", "bash", "-c", wrapper, "check",
-        sys.executable, "-m", "nemo_edo.checks.selftest", f"--folder={folder}", "--limit=20", "--start-limit=10",
-        "--nodes=n1,n2", check=False)
+        sys.executable, "-m", "nemo_edo.checks.selftest", f"--folder={launcher.folder / 'blocked'}", "--limit=20",
+        "--start-limit=10", "--nodes=n1,n2", check=False)
     assert done.returncode == 4, done.stdout + done.stderr
-    return done.stdout
+    assert "rank 1 (node n2) has not reported" in done.stdout and "1 faults" in done.stdout
 
 
 def test_a_sweep_is_an_array_with_one_report_whose_failed_members_run_again_alone(launcher):
