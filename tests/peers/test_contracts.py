@@ -41,17 +41,14 @@ def test_with_coefficient_0_all_is_the_peers_to_the_last_bit_and_without_a_token
 
 
 @pytest.mark.parametrize(("peer", "case"), CASES)
-def test_added_gradient_is_the_peers_own_on_policy_with_advantages_of_minus_1(results, peer, case):
+def test_added_gradient_is_the_peers_own_on_policy_with_advantages_of_minus_1_and_the_floor_stops_it(
+    results, peer, case
+):
     found = results[peer][case]
     there = found.get("at_sampler", found)  # slime's leaf is the logits
     added = (there["explored"]["gradient"] - there["stock"]["gradient"]) / COEFFICIENT
     assert added.abs().max() > 1e-3
     torch.testing.assert_close(added, found["minus_one"]["gradient"], rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("peer", "case"), CASES)
-def test_floor_stops_gradients_and_is_logged(results, peer, case):
-    found = results[peer][case]
     assert found["explored"]["metrics"]["floor_share"] == 0 < found["floored"]["metrics"]["floor_share"]
     assert found["floored"]["metrics"]["exploration"] > found["explored"]["metrics"]["exploration"]
     gradients = [found[name]["gradient"] - found["stock"]["gradient"] for name in ("floored", "explored")]

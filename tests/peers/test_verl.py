@@ -28,10 +28,6 @@ def theirs(run_in_peer, tmp_path_factory) -> dict:
     return torch.load(folder / "results.pt", weights_only=True)
 
 
-def test_importing_verl_alone_loads_the_plugin(theirs):
-    assert "nemo_edo.adapters.verl" in theirs["found"]
-
-
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_with_coefficient_0_all_is_verls_to_the_last_bit_and_a_micro_batch_without_a_token_gives_zero(theirs, mode):
     stock, zero, masked = (theirs["aggregated"][mode][name] for name in ("stock", "zero", "masked"))
@@ -101,7 +97,8 @@ def test_what_would_train_without_the_term_is_refused_when_the_config_is_validat
     assert "rollout.top_p=0.9" in refused["cut"] and refused["whole"] == ""
 
 
-def test_every_loss_of_verls_can_be_the_base_and_gets_the_same_term(theirs):
+def test_importing_verl_alone_loads_the_plugin_and_every_loss_of_verls_can_be_the_base_with_the_same_term(theirs):
+    assert "nemo_edo.adapters.verl" in theirs["found"]
     bases = theirs["bases"]
     first = bases["vanilla"]["added"]
     assert first != 0 and not torch.equal(bases["gspo"]["stock"], bases["vanilla"]["stock"])
