@@ -62,6 +62,7 @@ def test_after_each_refit_greedy_texts_and_log_probabilities_are_the_trainers(fo
         assert push["versions"] == [version]
     texts = [push["greedy"] for push in pushes]
     assert all(one != other for one, other in pairwise(texts))
+    assert found(how)["left_running"] == 0  # no process of a server outlives the engine
 
 
 def test_a_refit_leaves_one_folder_and_the_same_version_is_not_sent_again(results: dict):
@@ -81,11 +82,6 @@ def test_a_server_killed_in_the_middle_of_a_broadcast_is_restarted_and_gets_the_
     pushes = found(how)["pushes"]
     assert [push["starts"] for push in pushes] == [1, 1, 2]
     assert [push["name"] for push in pushes] == [f"run/{version}" for version in range(3)]
-
-
-@pytest.mark.parametrize("how", HOW.values())
-def test_no_process_of_a_server_outlives_the_engine(found, how: tuple):
-    assert found(how)["left_running"] == 0
 
 
 AHEAD = [
