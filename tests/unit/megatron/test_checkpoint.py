@@ -207,14 +207,6 @@ class RunsCode:
         return os.mkdir, (str(self.made),)
 
 
-def metadata_that_runs_code(folder, made) -> None:
-    (folder / ".metadata").write_bytes(pickle.dumps(RunsCode(made)))
-
-
-def common_state_that_runs_code(folder, made) -> None:
-    torch.save({"state": RunsCode(made)}, folder / "common.pt")
-
-
 def object_that_runs_code(folder, made) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     objects = {name for name, about in metadata.state_dict_metadata.items() if isinstance(about, BytesStorageMetadata)}
@@ -234,7 +226,9 @@ def metadata_that_names_another_folder(folder, _) -> None:
 
 
 @pytest.mark.parametrize("forge", [
-    metadata_that_runs_code, common_state_that_runs_code, object_that_runs_code, metadata_that_names_another_folder])
+    lambda folder, made: (folder / ".metadata").write_bytes(pickle.dumps(RunsCode(made))),
+    lambda folder, made: torch.save({"state": RunsCode(made)}, folder / "common.pt"),
+    object_that_runs_code, metadata_that_names_another_folder], ids=["metadata", "common state", "object", "folder"])
 def test_another_persons_checkpoint_runs_no_code_and_reads_no_file_elsewhere(policy, copy, tmp_path, forge):
     forge(copy, tmp_path / "made")
     write_checksums(copy, {})

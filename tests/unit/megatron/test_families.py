@@ -20,9 +20,7 @@ LATENT = {"q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rop
 WINDOWS = {"query_pre_attn_scalar": 16, "sliding_window": 8, "tie_word_embeddings": True}
 FAMILIES = {
     "qwen2.5, biases": ("qwen2", {}, 48),
-    "qwen2.5, tied": ("qwen2", {"tie_word_embeddings": True}, 48),
-    "qwen3, separate head size": ("qwen3", {"head_dim": 32}, 48),
-    "qwen3, tied": ("qwen3", {"tie_word_embeddings": True}, 48),
+    "qwen3, separate head size, tied": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}, 48),
     "experts": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}, 48),
     **{f"experts of {kind}": (kind, fields, 48) for kind, fields in {
         "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
@@ -41,8 +39,6 @@ FAMILIES = {
         "exaone4", {**LLAMA, "tie_word_embeddings": True, "sliding_window": None, "layer_types": ["full_attention"],
                     "rope_scaling": {**SCALED, "factor": 16.0}}, ORIGINAL + 32),
     "nemotron, norms around 1 with biases": ("nemotron", {}, 48),
-    "llama 3": ("llama", LLAMA, 48),
-    "llama 3.1, scaled positions": ("llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 8.0}}, ORIGINAL + 32),
     "llama 3.2, scaled positions, tied": (
         "llama", {**LLAMA, "rope_scaling": {**SCALED, "factor": 32.0}, "tie_word_embeddings": True}, ORIGINAL + 32),
 }

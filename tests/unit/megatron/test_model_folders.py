@@ -56,9 +56,9 @@ def change(folder: Path, **tensors) -> None:
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, metadata={"format": "pt"})
 
 
-def rename(folder: Path, to) -> None:
+def add_prefix(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
-    save_file({to(name): tensor for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file({f"base_model.model.{name}": tensor for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
 def in_shards(folder: Path, seed: int = 0) -> None:
@@ -103,20 +103,13 @@ MSCALE = {"mscale": 0.7, "mscale_all_dim": 0.7}
 DAMAGED_WEIGHTS = {
     "a tensor is missing": (lambda f: change(f, **{O_PROJ: None}), O_PROJ),
     "a layer is missing": (lambda f: edit(f, num_hidden_layers=3, layer_types=...), r"model\.layers\.2\."),
-    "a layer is surplus": (lambda f: edit(f, num_hidden_layers=1, layer_types=...), r"model\.layers\.1\."),
     "untied, without a head": (lambda f: change(f, **{HEAD: None}), HEAD),
     "tied, with another head": (lambda f: edit(f, tie_word_embeddings=True), f"{HEAD} differs from"),
     "a surplus tensor": (lambda f: change(f, **{"model.extra.weight": torch.ones(2)}), r"model\.extra\.weight"),
-    "scales": (lambda f: change(f, **{f"{O_PROJ}_scale_inv": torch.ones(1, 1)}), f"{O_PROJ}_scale_inv"),
     "FP8": (lambda f: change(f, **{O_PROJ: lambda w: w.to(torch.float8_e4m3fn)}), f"{O_PROJ} is F8_E4M3"),
-    "integers": (lambda f: change(f, **{O_PROJ: lambda w: w.to(torch.int8)}), f"{O_PROJ} is I8"),
     "a shape": (lambda f: change(f, **{NORM: lambda w: w[:-1]}), f"{NORM} has the shape"),
-    "transposed": (lambda f: change(f, **{"model.layers.0.self_attn.k_proj.weight": lambda w: w.T}), "k_proj.*shape"),
     "more rows than vocab_size": (lambda f: edit(f, vocab_size=100), r"has the shape \[130, 64\]"),
-    "PEFT's names": (lambda f: rename(f, "base_model.model.{}".format), "no tensor"),
-    "a base model's names": (lambda f: rename(f, lambda name: name.removeprefix("model.")), "no tensor"),
-    "a bias that has no place": (
-        lambda f: change(f, **{"model.layers.0.self_attn.o_proj.bias": torch.ones(64)}), r"o_proj\.bias"),
+    "PEFT's names": (add_prefix, "no tensor"),
     "a tensor is in two shards": (twice, "is in .*00001-of-00002.*remove one"),
     "the index alone": (lambda f: (only_shards(f), [p.unlink() for p in f.glob("*.safetensors")]), "00001-of-00002"),
     "a file by another name": (
@@ -129,39 +122,29 @@ DAMAGED_FIELDS = {
     "attention that is not installed": ("llama", {"_attn_implementation": "flash_attention_2"}, "FlashAttention2"),
     "own code": ("llama", {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
     "misspelt": ("llama", {"rms_norm_epsilon": 1e-3}, "rms_norm_epsilon"),
-    "of another kind": ("llama", {"num_attention_heads": "4"}, "num_attention_heads"),
     "other architecture": ("llama", {"architectures": ["MistralForCausalLM"]}, "architectures .*LlamaForCausalLM"),
-    "other model type": ("qwen2", {"model_type": "llama"}, "architectures .*LlamaForCausalLM"),
     "biases of attention": ("qwen3", {"attention_bias": True}, "attention_bias is true"),
-    "biases of experts' attention": ("qwen3_moe", {"attention_bias": True}, "attention_bias is true"),
-    "biases of llama": ("llama", {"attention_bias": True}, r"self_attn.*bias"),
-    "biases of its MLP": ("llama", {"mlp_bias": True}, r"mlp.*bias"),
-    "dense layers": ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    "biases of an MLP": ("llama", {"mlp_bias": True}, r"mlp.*bias"),
     "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     "window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "layer_types": ...}, "sliding_window"),
     "window by layers": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-    "activation": ("mistral", {"hidden_act": "gelu"}, "hidden_act"),
     "heads": ("mistral", {"head_dim": 32}, "_proj.* shape"),
     "further tokens": ("qwen3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
     "two bases": ("llama", {"rope_theta": 5e5}, "rope_theta twice: 500000.0"),
     "two scalings": (
         "llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {**LLAMA3}}, "rope_type"),
-    "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...}, "dynamic"),
     "linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
     "llama3 elsewhere": ("qwen2", {"rope_parameters": LLAMA3}, "llama3|factor"),
     "llama3's factors": ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 3.0}}, "high_freq_factor"),
     "tuples, which transformers' own model does not take": ("llama", {"return_dict": False}, "return_dict"),
-    "both ways": ("llama", {"is_causal": False}, "is_causal"),
     "YaRN's factor": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "a part of the head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0"),
     "groups of heads": ("qwen3", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
     "an odd head": ("mistral", {"head_dim": 17}, "head_dim is 17"),
     "one expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1, and"),
     "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4"),
     "no kind": ("llama", {"model_type": ["llama"]}, "model_type is"),
     "a factor in quotes": ("llama", {"rope_parameters": {**LINEAR, "factor": "2.0"}}, "factor .* is '2.0'"),
-    "a scaling's name alone": ("qwen3", {"rope_scaling": "linear"}, "rope_scaling is .linear"),
     "no factor": ("llama", {"rope_parameters": {**LINEAR, "factor": 0}}, "factor .* is 0"),
 }
 HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
@@ -172,10 +155,8 @@ OTHER_FAMILIES = {  # fields that their classes' defaults complete, and what of 
     "exaone4's windows": ("exaone4", {"max_position_embeddings": 8192}, "sliding_window is 4096"),
     "exaone4's layers without positions": ("exaone4", {}, "layer_types has full_attention"),
     "exaone4, 1.2 B": ("exaone4", {**FULL, "rope_scaling": {**LLAMA3, "factor": 16.0}, "rope_theta": 5e5}, None),
-    "exaone4, another llama3": ("exaone4", {**FULL, "rope_parameters": {**LLAMA3, "low_freq_factor": 2.0}}, "low_freq"),
     "exaone_moe, linear": ("exaone_moe", {"rope_parameters": LINEAR}, "rope_type"),
     "glm4_moe, YaRN of half heads": ("glm4_moe", {"rope_parameters": {**YARN, **HALF}}, "partial_rotary_factor is 0.5"),
-    "nemotron, YaRN of half heads": ("nemotron", {"rope_parameters": {**YARN, **HALF}}, "partial_rotary_factor is 0.5"),
     "DeepSeek-V3": ("deepseek_v3", DEEPSEEK, None),
     "Gemma 1.1": ("gemma", {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}, None),
     "Gemma 1": ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, "hidden_act is .gelu"),
@@ -225,7 +206,7 @@ def test_fields_of_other_families_are_theirs_or_refused_by_name(case):
         check({"model_type": model_type, **fields})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_weights_that_are_not_the_models_are_refused_by_name_and_file(copied, family):
     for damage, (spoil, named) in DAMAGED_WEIGHTS.items():
         folder = copied(family)
@@ -257,8 +238,6 @@ def largest_difference(tiny, folder: Path, length: int = 60) -> float:
 
 SOUND = {
     "version 4's base": ("llama", lambda f: edit(f, rope_theta=5e5, rope_parameters=...)),
-    "version 5's base": ("qwen2", lambda f: edit(f, rope_parameters={"rope_type": "default", "rope_theta": 1e6})),
-    "Llama 3.1's scaling": ("llama", lambda f: edit(f, rope_parameters=LLAMA3, max_position_embeddings=131072)),
     "linear scaling": (
         "llama", lambda f: edit(f, rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters=...)),
     "YaRN": ("qwen3", lambda f: edit(f, rope_parameters=YARN)),
@@ -268,9 +247,7 @@ SOUND = {
         "qwen2", lambda f: edit(f, use_sliding_window=False, sliding_window=8, max_window_layers=1)),
     "a window": ("mistral", lambda f: edit(f, sliding_window=8)),
     "probabilities as they are": ("qwen3_moe", lambda f: edit(f, norm_topk_prob=False)),
-    "another activation": ("qwen3", lambda f: edit(f, hidden_act="gelu")),
     "harmless fields": ("llama", lambda f: edit(f, unsloth_version="1", use_mrope=False, attention_dropout=0.1)),
-    "tied": ("llama", lambda f: (edit(f, tie_word_embeddings=True), change(f, **{HEAD: None}))),
     "tied, with the same head": (
         "qwen3", lambda f: (edit(f, tie_word_embeddings=True),
                             change(f, **{HEAD: load_file(f / "model.safetensors")["model.embed_tokens.weight"]}))),
@@ -278,7 +255,6 @@ SOUND = {
         "llama", lambda f: change(f, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})),
     "half": ("qwen2", lambda f: change(f, **{O_PROJ: lambda w: w.half(), NORM: lambda w: w.bfloat16()})),
     "experts in one tensor": ("qwen3_moe", fuse),
-    "shards": ("llama", only_shards),
     "shards of another model, and a stray one": ("qwen3_moe", lambda f: in_shards(f, seed=1)),
 }
 

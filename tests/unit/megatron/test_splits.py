@@ -40,13 +40,10 @@ def test_a_size_that_does_not_divide_the_model_is_an_error_that_says_which_would
         check_splits(model, ParallelismConfig(**split), VOCABULARY)
 
 
-ON_GPUS = [
+@pytest.mark.parametrize(("split", "engine"), [
     ({"context_parallel_size": 2}, "1.0"),
     ({"optimizer_offload_fraction": 0.5, "use_distributed_optimizer": True}, "2.1"),
-]
-
-
-@pytest.mark.parametrize(("split", "engine"), ON_GPUS)
+])
 def test_what_only_a_gpu_with_transformer_engine_does_is_refused_elsewhere(split, engine):
     name = next(iter(split))
     bf16 = PrecisionConfig("bf16")
