@@ -24,32 +24,18 @@ def settings(label: str, weight: float = 0.0, bonus: float = 0.0) -> ArmSettings
     return ArmSettings(label, None, 0.04, weight, None, bonus, 3)
 
 
-def one_run(
-    evaluations: Sequence[Evaluation],
-    arms: Mapping[str, ArmSettings],
-    *,
-    baseline: str | None = None,
-    curves: Mapping[str, Curve] | None = None,
-    seed: int = 42,
-    bootstrap: int = 200,
-    replicate: Evaluation | None = None,
-) -> RunSet:
+def one_run(evaluations: Sequence[Evaluation], arms: Mapping[str, ArmSettings], *, baseline: str | None = None,
+            curves: Mapping[str, Curve] | None = None, seed: int = 42, bootstrap: int = 200,
+            replicate: Evaluation | None = None) -> RunSet:
     lines = [
         {"kind": "collection", "arm": arm, "iteration": place, "reward": accuracy, "entropy": entropy}
         for arm, curve in (curves or {}).items()
         for place, (accuracy, entropy) in enumerate(curve)
     ]
     record = RunRecord(
-        folder=Path("run"),
-        config={"evaluation": {"bootstrap": bootstrap}},
-        config_text="",
-        summary={"seed": seed, "baseline": baseline},
-        arms=dict(arms),
-        lines=lines_table(lines),
-        evaluations={one.arm: one for one in evaluations},
-        replicate=replicate,
-        test_time={},
-        samples=[],
-    )
+        folder=Path("run"), config={"evaluation": {"bootstrap": bootstrap}}, config_text="", test_time={}, samples=[],
+        summary={"seed": seed, "baseline": baseline}, arms=dict(arms), lines=lines_table(lines),
+        evaluations={one.arm: one for one in evaluations}, replicate=replicate,
+    )  # fmt: skip
     trained = {arm: {seed: Trained(record, arm)} for arm in arms}
     return RunSet((record,), trained, {arm: known.label for arm, known in arms.items()}, {}, record.folder)

@@ -16,21 +16,12 @@ class ScriptedEngine:
     without special tokens; every token gets the natural log-probability ``log_prob``.
     """
 
-    def __init__(
-        self,
-        script: Callable[[GenerationRequest, SamplingParams], str],
-        *,
-        encode: Callable[[str], Sequence[int]],
-        decode: Callable[[Sequence[int]], str],
-        stop_id: int,
-        log_prob: float = 0.0,
-    ) -> None:
+    def __init__(self, script: Callable[[GenerationRequest, SamplingParams], str], *,
+                 encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str], stop_id: int,
+                 log_prob: float = 0.0) -> None:
         self.policy_version = 0
-        self._script = script
-        self._encode = encode
-        self._decode = decode
-        self._stop_id = stop_id
-        self._log_prob = log_prob
+        self._script, self._encode, self._decode = script, encode, decode
+        self._stop_id, self._log_prob = stop_id, log_prob
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingParams) -> list[Rollout]:
         return [self._rollout(request, sampling) for request in requests]
@@ -40,15 +31,6 @@ class ScriptedEngine:
         length, stop = StopStrings(sampling.stop, self._decode).cut(whole[: request.limit(sampling)])
         ids = whole[:length]
         finished = length == len(whole) and stop is None
-        return Rollout(
-            problem_id=request.problem_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
-            response_ids=ids,
-            response_logprobs=(self._log_prob,) * len(ids),
-            text=self._decode(ids[:-1] if finished else ids),
-            finished=finished,
-            policy_version=self.policy_version,
-            seed=request.seed,
-            stop=stop,
-        )
+        text, logprobs = self._decode(ids[:-1] if finished else ids), (self._log_prob,) * len(ids)
+        return Rollout(request.problem_id, request.sample_index, request.prompt_ids, ids, logprobs, text, finished,
+                       self.policy_version, request.seed, stop=stop)

@@ -13,12 +13,7 @@ import pytest
 from nemo_edo.algorithms.guards import Guards, respond
 from nemo_edo.algorithms.iteration import train_supervised
 from nemo_edo.algorithms.services import Position
-from nemo_edo.config import (
-    BoundsConfig,
-    GuardsConfig,
-    ScheduleConfig,
-    SFTConfig,
-)
+from nemo_edo.config import BoundsConfig, GuardsConfig, ScheduleConfig, SFTConfig
 from nemo_edo.errors import StoppedByGuard
 from nemo_edo.losses import NotFinite
 from nemo_edo.types import TrainingBatch

@@ -126,14 +126,6 @@ def test_seed_version_and_prompt_fix_the_pairs_and_others_give_others():
     assert len({orders(seed, version)[0] for seed in range(3) for version in range(3)}) > 6
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(REWARDS, st.integers(1, 9))
-def test_with_all_every_response_explores_exactly_once_however_many_pairs_it_is_in(rewards, count):
-    responses = [item for name, rewards_of in zip("abcde", rewards, strict=False) for item in group(name, rewards_of)]
-    collected = collect(responses, pairs_per_prompt=count, exploration_samples="all")
-    assert explored(collected) == {key_of(item): 1 for item in responses}
-
-
 @pytest.mark.parametrize("samples", ["paired", "1", "2", "4"])
 def test_only_the_responses_of_pairs_or_the_first_so_many_of_each_prompt_explore_where_that_is_asked_for(samples: str):
     collected = collect(MIXED, exploration_samples=samples, pairs_per_prompt=4)

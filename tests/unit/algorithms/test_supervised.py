@@ -45,6 +45,9 @@ def test_steps_are_as_many_as_configured_and_logged_and_batches_are_whole(count:
     assert [len(set(rows)) for rows in taken.steps] == [min(count, batch_size)] * steps
     assert taken.lines == [("sft_step", {"step": step, "loss": 0.5, "grad_norm": 1.0, "skipped_steps": 0})
                            for step in range(steps)]
+    for batch in taken.batches:
+        lengths = [1 + (first - 100) % 3 for first in batch.tokens[:, 0].tolist()]
+        assert batch.mask.sum(dim=1).tolist() == lengths, "the mask counts solution tokens only"
 
 
 @pytest.mark.parametrize("count", [10, 12])
@@ -56,12 +59,6 @@ def test_every_epoch_visits_as_many_solutions_as_fill_batches_once_in_another_or
     assert len(set(epochs)) == 6
     # What an epoch leaves out because it fills no batch is another solution each time.
     assert set(sum(taken, [])) == {100 + index for index in range(count)}
-
-
-def test_the_mask_counts_solution_tokens_only():
-    for batch in learn(count=6, steps=2, batch_size=3).batches:
-        lengths = [1 + (first - 100) % 3 for first in batch.tokens[:, 0].tolist()]
-        assert batch.mask.sum(dim=1).tolist() == lengths
 
 
 @pytest.mark.parametrize("stop_at", range(1, 8))

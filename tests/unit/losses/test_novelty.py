@@ -5,11 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_edo.losses import (
-    NgramPaths,
-    novelty_advantages,
-    redundancy_shares,
-)
+from nemo_edo.losses import NgramPaths, novelty_advantages, redundancy_shares
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
 

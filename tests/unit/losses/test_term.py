@@ -2,13 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nemo_edo.losses.term import (
-    LossTerm,
-    entropy_bonus,
-    reduce_tokens,
-    reduction_count,
-    sft_loss,
-)
+from nemo_edo.losses.term import LossTerm, entropy_bonus, reduce_tokens, reduction_count, sft_loss
 
 VALUES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
 MASK = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
