@@ -54,9 +54,9 @@ def gradients(tensor, model) -> dict[str, torch.Tensor]:
 def dense(tiny, tiny_qwen2, pairs):
     """dense(settings): (both terms' values, both terms' gradients) by autograd through ``transformers``."""
 
-    def compute(settings: IDPOConfig, batch=pairs):
+    def compute(settings: IDPOConfig):
         reference = tiny.load_dense(tiny_qwen2)
-        terms = dense_terms(tiny.dense_logprobs(reference, batch.tokens, TEMPERATURE)[0], batch, settings)
+        terms = dense_terms(tiny.dense_logprobs(reference, pairs.tokens, TEMPERATURE)[0], pairs, settings)
         return [term.item() for term in terms], [gradients(term, reference) for term in terms]
 
     return compute
@@ -68,13 +68,16 @@ def norm(tensors) -> float:
 
 @pytest.mark.parametrize("changes", [
     {}, {"length_normalized": True}, {"preference_loss": "ipo"}, {"label_smoothing": 0.2}, {"log_ratio_floor": -1.0},
-    {"alpha": 0.7, "exploration_coefficient": None}, {"micro_batch_size": 8},
+    {"alpha": 0.7, "exploration_coefficient": None}, {"exploration_coefficient": 0.0},
+    {"schedule": ScheduleConfig(kind="gradient-share"), "micro_batch_size": 8},
     {"micro_batch_size": 8, "micro_batch_tokens": 30}, {"micro_batch_tokens": 40, "packing": True},
     {"micro_batch_tokens": 40, "packing": True, "share_prompts": True},
 ], ids=str)
-def test_loss_and_gradients_are_those_of_the_equation_with_two_denominators(make_model, tiny, pairs, dense, changes):
+def test_loss_gradients_and_their_ratio_are_those_of_the_equation_with_two_denominators(
+    make_model, tiny, pairs, dense, changes
+):
     settings = replace(ED_IDPO, **changes)
-    weight = 0.7 * 0.3 if "alpha" in changes else 0.2
+    weight = 0.7 * 0.3 if "alpha" in changes else changes.get("exploration_coefficient", 0.2)
     (preference, exploration), (of_preference, of_exploration) = dense(settings)
     model = make_model(settings)
     model.start_training(1)
@@ -88,6 +91,8 @@ def test_loss_and_gradients_are_those_of_the_equation_with_two_denominators(make
         scale = float(expected.abs().max())
         assert scale > 0
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
+    ratio = norm(of_exploration) / norm(of_preference)
+    assert over(model).exploration_gradient_ratio(pairs) == pytest.approx(ratio, rel=1e-4)
 
 
 def test_metrics_before_the_first_step_say_that_policy_reference_and_sampler_are_one(model, pairs, as_collected):
@@ -99,18 +104,6 @@ def test_metrics_before_the_first_step_say_that_policy_reference_and_sampler_are
     assert metrics["entropy"] == pytest.approx(float(over(model).logprobs(batch)[1][valid].mean()), rel=1e-5)
     explored = (batch.mask * batch.exploration_factors[:, None]).sum()
     assert metrics["response_length"] == pytest.approx(float(explored) / 5)
-
-
-@pytest.mark.parametrize("changes", [{"length_normalized": True}, {"exploration_coefficient": 0.0},
-                                     {"schedule": ScheduleConfig(kind="gradient-share")},
-                                     {"micro_batch_size": 8, "micro_batch_tokens": 30}], ids=str)
-def test_the_ratio_of_gradients_is_that_of_autograd_whatever_the_weight(make_model, pairs, dense, changes):
-    settings = replace(ED_IDPO, **changes)
-    _, (preference, exploration) = dense(settings)
-    model = make_model(settings)
-    model.start_training(1)
-    expected = norm(exploration) / norm(preference)
-    assert over(model).exploration_gradient_ratio(pairs) == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_ratio_is_infinite_without_a_task_gradient_and_0_without_both(model, pairs):

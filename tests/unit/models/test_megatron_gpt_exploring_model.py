@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.synchronisations import counted
 from helpers.tiny_models import over, step
 
 from nemo_edo.config import GRPOConfig, IDPOConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.models import MegatronGPTGRPOModel
 from nemo_edo.models.megatron_gpt_model import model_config
 
-TEMPERATURE = 0.7  # of conftest.py
 # eps: well above rounding errors of gradients, which Adam would otherwise blow up to whole steps.
 OPTIMIZER = OptimizerConfig(lr=1e-3, adam_eps=1e-3)
 ED_GRPO = GRPOConfig(micro_batch_size=2, optimizer=OptimizerConfig(lr=1e-3), beta=0.1, exploration_coefficient=0.3)
@@ -25,21 +23,15 @@ OLDER = torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0])
 
 @pytest.fixture(params=["grpo", "grpo with older samples", "idpo"])
 def arm(request, make_model, tiny, pairs):
-    """Models of one kind, a batch, and one where only exploration has a gradient."""
+    """Models of one kind, and a batch."""
     if request.param == "idpo":
         settings, batch = ED_IDPO, pairs
-        alone, exploring = {}, batch.with_fields(pair_role=torch.zeros(8, dtype=torch.int64))
     else:
         settings = replace(ED_GRPO, optimizer=OPTIMIZER, entropy_coefficient=0.1)
         batch = tiny.random_batch(rows=5)
         if request.param != "grpo":
             batch = tiny.random_batch(rows=7).with_fields(older=OLDER)
-        alone = {"beta": 0.0, "entropy_coefficient": 0.0}
-        exploring = batch.with_fields(advantages=torch.zeros(batch.size))
-    return SimpleNamespace(
-        make=lambda **changes: make_model(replace(settings, **changes)), batch=batch, exploring=exploring,
-        exploring_alone=alone,
-    )
+    return SimpleNamespace(make=lambda **changes: make_model(replace(settings, **changes)), batch=batch)
 
 
 @pytest.fixture
@@ -70,14 +62,6 @@ def test_alpha_zero_takes_the_steps_of_exploration_off_to_the_last_bit(arm, as_c
     alpha_zero, off = weights(alpha=0.0, exploration_coefficient=None), weights(exploration_coefficient=0.0)
     assert all(map(torch.equal, alpha_zero, off))
     assert not any(map(torch.equal, alpha_zero, weights()))  # exploration acts from the second step on
-
-
-def test_exploration_lowers_the_probability_of_what_was_sampled(arm, as_collected):
-    """The sign of the term: where nothing else has a gradient, it moves the policy away from its samples."""
-    model = arm.make(**arm.exploring_alone, optimizer=OptimizerConfig(lr=1e-4))
-    metrics, _ = train(model, as_collected(model, arm.exploring), steps=4)
-    exploration = [step["exploration"] for step in metrics]
-    assert exploration == sorted(exploration, reverse=True) and exploration[-1] < -1e-3
 
 
 def test_a_step_with_another_exploration_weight_is_that_of_a_model_configured_so(arm):
@@ -133,7 +117,7 @@ def test_a_reference_is_the_policy_at_the_time_of_the_last_freeze(model, batch, 
     assert torch.equal(over(model).reference_logprobs(collected), over(model).logprobs(collected)[0])
 
 
-@pytest.mark.parametrize("kind", ["initial", "previous", "ema"])
+@pytest.mark.parametrize("kind", ["initial", "ema"])
 def test_asking_for_the_reference_changes_no_step_wherever_it_is_kept(make_model, batch, as_collected, kind):
     def trained(placement: str, before_step):
         model = make_model(replace(ED_GRPO, reference=kind, reference_placement=placement))
@@ -149,7 +133,7 @@ def test_asking_for_the_reference_changes_no_step_wherever_it_is_kept(make_model
 
 
 @pytest.mark.parametrize(("kind", "decay", "share"), [("initial", 0.5, 1.0), ("previous", 0.5, 0.0),
-                                                      ("ema", 0.75, 0.75), ("ema", 0.0, 0.0), ("ema", 1.0, 1.0)])
+                                                      ("ema", 0.75, 0.75)])
 def test_the_reference_moves_to_the_share_of_its_weights_that_stays(model, batch, as_collected, kind, decay, share):
     collected = as_collected(model, batch)
     start = model.policy.snapshot()
@@ -176,24 +160,3 @@ def test_an_ema_reference_in_bf16_adds_up_moves_below_bf16s_spacing(tiny_qwen2):
     for reference, old, new in zip(model.reference, start, next_ones, strict=True):
         share = (reference - old.float()) / (new.float() - old.float())
         torch.testing.assert_close(share, torch.full_like(share, 1 - 0.9**10), rtol=0, atol=1e-2)
-
-
-@pytest.mark.parametrize("settings", [
-    GRPOConfig(exploration_coefficient=0.3, log_ratio_floor=-0.1, sampler_correction="tis", entropy_coefficient=0.1),
-    IDPOConfig(exploration_coefficient=0.3, log_ratio_floor=-0.1, beta=0.3),
-], ids=lambda settings: type(settings).__name__)
-def test_the_loss_of_a_micro_batch_waits_for_the_device_at_most_twice(make_model, pairs, settings):
-    batch = pairs.with_fields(sampler_logprobs=pairs.old_logprobs - 0.1)
-
-    def of_two_micro_batches(call) -> int:
-        """Four micro-batches, less what two take: without what a step does once."""
-        asked = {}
-        for rows in (2, 4):
-            model = make_model(replace(settings, micro_batch_size=rows))
-            model.start_training(1)
-            with counted() as asked[rows]:
-                call(model)
-        return asked[2].total() - asked[4].total()
-
-    forward_pass = of_two_micro_batches(lambda model: over(model).logprobs(batch))
-    assert of_two_micro_batches(lambda model: step(model, batch)) - forward_pass <= 2 * 2
