@@ -10,7 +10,7 @@ import torch
 
 pytestmark = pytest.mark.peers
 HERE = Path(__file__).parent
-COEFFICIENT, FLOOR = 0.3, -0.02  # as in contract_adapters.py
+COEFFICIENT = 0.3  # as in contract_adapters.py
 CASES = [(peer, name) for peer, names in {
     "nemo_rl": ("token level", "tis", "icepop", "seq-mask-tis", "weights of sequences"),
     "slime": ("means of samples", "tokens", "tis", "sampler"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.peers
-COEFFICIENT, FLOOR = 0.3, -0.5  # as in trl_trainers.py
+FLOOR = -0.5  # as in trl_trainers.py
 MAX_LENGTH = 6
 # TRL's environment, loss types, processes. The reduction differs between 1.5 and 1.9.1 for the token means.
 RUNS = {
