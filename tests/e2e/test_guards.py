@@ -1,6 +1,9 @@
-"""A run with minibatches with an advantage of NaN: skipped, stopped, replayed, killed and resumed."""
+"""A run with minibatches with an advantage of NaN: skipped, stopped, replayed, killed and resumed; and an evaluation
+and an export of it that are killed."""
 
 import math
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -104,3 +107,36 @@ def test_a_stopped_run_ends_once_its_guard_is_changed(runs):
     steps = metrics(folder / "stopped", "train_step")
     assert [step["step"] for step in steps] == list(range(6))
     assert [step["skipped_steps"] for step in steps] == [0, 1, 2, 3, 3, 3]
+
+
+# --- commands on a finished run -----------------------------------------------------------------------------------
+
+
+def killed(nemo_edo, command: list[str], end: list) -> None:
+    """A command that is killed at its END (helpers.kills)."""
+    done = nemo_edo(*command, before=[("helpers.kills:prepare", end)])
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+
+
+def responses(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in (run / "evaluations").rglob("rank_*.parquet")}
+
+
+def test_an_evaluation_that_is_killed_leaves_the_stored_responses_until_it_has_its_own(runs, tmp_path, nemo_edo):
+    whole = shutil.copytree(runs[0] / "whole", tmp_path / "whole")
+    stored, command = responses(whole), ["evaluate", str(whole), "evaluation.rollouts=2"]
+    killed(nemo_edo, command, ["nemo_edo.rollouts.store:RolloutStore.write", 2])
+    assert stored.items() <= responses(whole).items()
+    nemo_edo.succeed("evaluate", str(whole), "--stored")
+    nemo_edo.succeed(*command)
+    assert stored.keys() == responses(whole).keys() and stored != responses(whole)
+
+
+def test_an_export_that_is_killed_leaves_nothing_that_looks_whole_and_can_be_repeated(runs, tmp_path, nemo_edo):
+    out = tmp_path / "exported"
+    command = ["export", str(runs[0] / "whole"), str(out), "--arm=grpo"]
+    killed(nemo_edo, command, ["nemo_edo.megatron.hf_export:save_file", 1])
+    assert not out.exists()
+    nemo_edo.succeed(*command)
+    assert (out / "model.safetensors").is_file() and (out / "config.json").is_file()
+    assert list(tmp_path.iterdir()) == [out]
