@@ -1,10 +1,7 @@
 """What a run measures: every name is in docs/metrics.md, and the trackers have it too."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,16 +33,13 @@ COLUMNS = ["problem", "arm", "iteration", "sample", "text", "answer", "reward"]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, nemo_edo) -> Path:
     """A run of GRPO with everything that logs more names, and of iterative DPO; tracked by TensorBoard and W&B."""
     here = tmp_path_factory.mktemp("metrics")
     problems = write_sums(here, lambda a, b: (4 * (a - 1) + b - 1) % 3 == 1)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1",
-                   "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    command = [sys.executable, "-m", "nemo_edo", "train", "--config-name=quickstart", "name=run",
-               f"output_dir={here}", *SETTINGS, *problems]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
+    offline = ("helpers.cli:export", {"WANDB_MODE": "offline", "WANDB_SILENT": "true"})
+    nemo_edo.succeed("train", "--config-name=quickstart", "name=run", f"output_dir={here}", *SETTINGS, *problems,
+                     before=[offline])
     return here / "run"
 
 
