@@ -7,49 +7,29 @@ import pytest
 
 from nemo_edo.utils import memory
 
-MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+MACHINE, AVAILABLE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 1_024_000_000
+SECOND = {
+    "job": {"memory.max": 5000, "memory.current": 1000, "memory.stat": "anon 5\ninactive_file 300"},
+    "job/step": {"memory.max": "max", "memory.current": 900, "memory.stat": "anon 5\ninactive_file 0"},
+}
+FIRST = {"memory": {"memory.limit_in_bytes": 8000, "memory.usage_in_bytes": 3000,
+                    "memory.stat": "inactive_file 1\ntotal_inactive_file 20"}}
 
 
-@pytest.fixture
-def host(tmp_path, monkeypatch):
-    """Writes the kernel's files: 1 GB available, the process's groups, and files of groups by their path."""
+@pytest.mark.parametrize(("groups", "files", "total", "available"), [
+    (None, {}, MACHINE, AVAILABLE), ("0::/\n", {}, MACHINE, AVAILABLE),
+    ("0::/job/step\n", SECOND, 5000, 4300),  # the narrowest group's limit; files that may be dropped are not used
+    ("4:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n", FIRST, 8000, 5020),  # a container's group is the top one
+], ids=["no groups", "no limit", "version 2", "version 1 in a container"])
+def test_memory_is_the_machines_or_what_the_processs_group_has(tmp_path, monkeypatch, groups, files, total, available):
     monkeypatch.setattr(memory, "PROC", tmp_path / "proc")
     monkeypatch.setattr(memory, "CGROUPS", tmp_path / "cgroup")
-
-    def write(groups: str | None, **files: dict[str, object]) -> None:
-        (tmp_path / "proc" / "self").mkdir(parents=True)
-        (tmp_path / "proc" / "meminfo").write_text("MemTotal: 2000000 kB\nMemAvailable: 1000000 kB\n")
-        if groups is not None:
-            (tmp_path / "proc" / "self" / "cgroup").write_text(groups)
-        for folder, contents in files.items():
-            place = tmp_path / "cgroup" / Path(*folder.split("__"))
-            place.mkdir(parents=True, exist_ok=True)
-            for name, text in contents.items():
-                (place / name.replace("__", ".")).write_text(f"{text}\n")
-
-    return write
-
-
-def second(limit: object, used: int = 0, files: int = 0) -> dict[str, object]:
-    return {"memory__max": limit, "memory__current": used, "memory__stat": f"anon 5\ninactive_file {files}"}
-
-
-def first(limit: int, used: int) -> dict[str, object]:
-    return {"memory__limit_in_bytes": limit, "memory__usage_in_bytes": used,
-            "memory__stat": "inactive_file 1\ntotal_inactive_file 20"}
-
-
-@pytest.mark.parametrize("groups", [None, "0::/\n"], ids=["no groups", "no limit"])
-def test_without_a_limit_it_is_the_machines(host, groups):
-    host(groups)
-    assert (memory.total_bytes(), memory.available_bytes()) == (MACHINE, 1_024_000_000)
-
-
-def test_the_narrowest_group_of_version_2_limits_it_and_droppable_files_are_not_used(host):
-    host("0::/job/step\n", job=second(5000, 1000, 300), job__step=second("max", 900))
-    assert (memory.total_bytes(), memory.available_bytes()) == (5000, 4300)
-
-
-def test_a_container_sees_its_group_as_the_top_one(host):
-    host("4:cpu,memory:/docker/abc\n3:cpuset:/\n0::/\n", memory=first(8000, 3000))
-    assert (memory.total_bytes(), memory.available_bytes()) == (8000, 5020)
+    contents = {"proc/meminfo": "MemTotal: 2000000 kB\nMemAvailable: 1000000 kB\n"}
+    contents |= {} if groups is None else {"proc/self/cgroup": groups}
+    contents |= {f"cgroup/{group}/{name}": f"{text}\n" for group, of_group in files.items()
+                 for name, text in of_group.items()}
+    for name, text in contents.items():
+        path: Path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert (memory.total_bytes(), memory.available_bytes()) == (total, available)
