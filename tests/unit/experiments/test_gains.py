@@ -38,15 +38,11 @@ def test_a_task_is_won_only_above_both_the_plain_method_and_the_tasks_best_basel
     assert verdict([one for one in found if one.candidate == "weak"]).startswith("No candidate wins the claim (")
 
 
-def test_the_last_evaluation_at_the_best_temperature_counts():
+def test_the_last_evaluation_at_the_best_temperature_counts_and_a_training_that_a_guard_stopped_as_votes_of_0():
     rows = table(grpo={"a": 0.5, "b": 0.5}, ours={"a": 0.6, "b": 0.6})
     others = [row("a", "ours", 11, 0.0, iteration="3"), row("a", "ours", 11, 0.0, temperature="1"),
               row("a", "warmup", 11, 0.9, iteration="0")]  # fmt: skip
     assert gains([*rows, *others], ("grpo",)) == gains(rows, ("grpo",))
-
-
-def test_a_training_that_a_guard_stopped_counts_as_votes_of_0():
-    rows = table(grpo={"a": 0.5, "b": 0.5}, ours={"a": 0.6, "b": 0.6})
     stopped = {**rows[-1], "note": "stopped by a guard", "temperature": "", "iteration": "", "vote": ""}
     [of_b] = [one for one in gains([*rows[:-1], stopped], ("grpo",)) if one.task == "b" and one.rival == "grpo"][:1]
     assert min(of_b.values) == of_b.values[-1] == pytest.approx(-0.51, abs=0.01)

@@ -116,26 +116,20 @@ def test_estimate_bounds_the_size_of_incompressible_rollouts(tmp_path, rollouts,
 UNSORTED = [scored("train-2", 1), scored("train-2", 0), scored("train-1", 5), scored("train-10", 2)]
 
 
-def test_parts_are_read_in_their_order_up_to_the_first_that_is_missing(tmp_path):
+def test_parts_are_read_in_their_order_up_to_the_first_that_is_missing_until_the_shard_takes_their_place(tmp_path):
     store = RolloutStore(tmp_path)
     assert store.stored(4) == []
     paths = [store.write_part(4, [one]) for one in UNSORTED]
     assert store.stored(4) == UNSORTED
     paths[2].unlink()
     assert store.stored(4) == UNSORTED[:2]
-
-
-def test_parts_are_not_shards_until_the_shard_takes_their_place(tmp_path):
-    store = RolloutStore(tmp_path)
-    part = store.write_part(0, UNSORTED)
-    with pytest.raises(ValueError, match="iter_00000: has no rollouts"):
-        store.read(0)
-    shard = store.write(0, UNSORTED)
-    assert not part.exists()
+    with pytest.raises(ValueError, match="iter_00004: has no rollouts"):
+        store.read(4)
+    shard = store.write(4, UNSORTED)
     assert list(shard.parent.iterdir()) == [shard]
-    assert store.stored(0) == UNSORTED  # as they were generated, not sorted as read returns them
-    store.write_part(0, UNSORTED[:1])  # as a kill may leave it behind
-    assert store.stored(0) == UNSORTED
+    assert store.stored(4) == UNSORTED  # as they were generated, not sorted as read returns them
+    store.write_part(4, UNSORTED[:1])  # as a kill may leave it behind
+    assert store.stored(4) == UNSORTED
 
 
 def test_rollouts_of_another_tokenizer_are_refused_with_both_names(tmp_path):
@@ -165,24 +159,19 @@ SCORES = {("test-1", 0): StepScores((0.5, -1.25)), ("test-1", 1): StepScores((2.
 OF = {"rollouts": "abc", "made_by": "models/prm"}
 
 
-def test_scoring_resumes_after_its_parts_and_the_whole_reads_back_exactly(tmp_path):
+def test_scoring_resumes_after_its_parts_of_the_same_responses_and_model_and_the_whole_reads_back_exactly(tmp_path):
     store, keys = ScoreStore(tmp_path), list(SCORES)
     for key in keys[:2]:
         store.write_part("sampled", {key: SCORES[key]}, **OF)
     assert store.scored("sampled", **OF) == {key: SCORES[key] for key in keys[:2]}
+    assert store.scored("sampled", rollouts="anew", made_by="models/prm") == {}
+    with pytest.raises(UserError, match="has scores of models/prm, not of models/other"):
+        store.scored("sampled", rollouts="abc", made_by="models/other")
     with pytest.raises(UserError, match="not finished"):
         store.read("sampled")
     assert store.write("sampled", SCORES, **OF) == tmp_path / "sampled.parquet"
     assert store.scored("sampled", **OF) == SCORES and store.read("sampled") == (SCORES, "abc")
     assert [path.name for path in tmp_path.iterdir()] == ["sampled.parquet"]
-
-
-def test_parts_of_an_earlier_evaluation_count_as_nothing_and_of_another_model_are_an_error(tmp_path):
-    store = ScoreStore(tmp_path)
-    store.write_part("sampled", SCORES, **OF)
-    assert store.scored("sampled", rollouts="anew", made_by="models/prm") == {}
-    with pytest.raises(UserError, match="has scores of models/prm, not of models/other"):
-        store.scored("sampled", rollouts="abc", made_by="models/other")
 
 
 def test_the_checksum_is_of_problems_samples_and_tokens_in_any_order():

@@ -49,17 +49,14 @@ class Recorded(ScriptedEngine):
         return super().generate(requests, sampling)
 
 
-def proposer(engine, decode, *, limit: int = 200, separator: str = "\n", answers=None) -> EngineStepProposer:
-    questions = {QUESTION: ("p-0", PROMPT), "other": ("p-1", PROMPT)}
-    return EngineStepProposer(engine, questions, SamplingParams(1.0, 1.0, limit), separator=separator, decode=decode,
-                              answers=answers)
-
-
-def proposing(solution, size: int = 1, **options) -> tuple[EngineStepProposer, Recorded, Chunks]:
-    """A proposer over an engine that writes the given solution in tokens of so many characters."""
+def proposing(solution, size: int = 1, *, limit: int = 200, separator: str = "\n", answers=None):
+    """A proposer over an engine that writes the given solution in tokens of so many characters, the engine, and its
+    tokenizer."""
     tokens = Chunks(size)
-    engine = Recorded(tokens, solution)
-    return proposer(engine, tokens.decode, **options), engine, tokens
+    engine, questions = Recorded(tokens, solution), {QUESTION: ("p-0", PROMPT), "other": ("p-1", PROMPT)}
+    steps = EngineStepProposer(engine, questions, SamplingParams(1.0, 1.0, limit), separator=separator,
+                               decode=tokens.decode, answers=answers)
+    return steps, engine, tokens
 
 
 def walked(steps: EngineStepProposer) -> tuple[StepPath, list[Step]]:
