@@ -22,6 +22,7 @@ from nemo_edo.test_time import search_llm
 
 URL = "http://node7:8000/v1"
 LAST_LAYER_IN_BF16 = {"fp8": "hybrid", "dtype": "bf16", "fp8_recipe": "delayed", "bf16_layers_at_end": 1}
+CONTROLLER = ScheduleConfig(kind="gradient-share", min_weight=1e-6, max_weight=1.0)
 WRONG = [
     (LoRAConfig, "lora", {
         "rank": -1, "alpha": 0.0, "targets": [[], ["linear_qkv", "q_proj"]], "dropout": 0.1}),
@@ -72,6 +73,8 @@ def test_a_value_out_of_range_is_an_error_that_names_the_key(section, key: str, 
     *((GRPOConfig, {"exploration_samples": "previous", **own}, f"{next(iter(own))} .*exploration_samples=previous")
       for own in ({"redundancy_weighted": True}, {"explore_uninformative_groups": False},
                   {"explore_solved_groups_only": True})),
+    *((GRPOConfig, {"alpha": alpha, "schedule": CONTROLLER}, "schedule.kind is 'gradient-share', .* exploration weight")
+      for alpha in (0.0, 1e3)),  # outside of its bounds
     (JudgeConfig, {"prompt_price": 1.0}, "prompt_price"),
     (RewardsConfig, {"verifier": "judge"}, "judge.url"),
     (RewardsConfig, {"verifier": "judge", "judge": JudgeConfig(url=URL)}, "judge.model"),
@@ -79,13 +82,6 @@ def test_a_value_out_of_range_is_an_error_that_names_the_key(section, key: str, 
 def test_settings_that_do_not_fit_each_other_are_an_error_that_names_the_key(section, fields: dict, key: str):
     with pytest.raises(ValueError, match=key):
         section(**fields)
-
-
-@pytest.mark.parametrize("alpha", [0.0, 1e3])
-def test_a_controller_that_starts_outside_its_bounds_is_an_error(alpha):
-    schedule = ScheduleConfig(kind="gradient-share", min_weight=1e-6, max_weight=1.0)
-    with pytest.raises(ValueError, match="schedule.kind is 'gradient-share', .* exploration weight"):
-        GRPOConfig(alpha=alpha, schedule=schedule)
 
 
 def test_processes_of_one_copy_are_the_product_of_the_splits():

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from math import gcd, lcm
 
 import pytest
 import torch
@@ -58,11 +57,8 @@ def test_a_plan_holds_every_row_once_within_its_bounds_and_keeps_units_together(
         assert tokens is None or len(rows) * max(lengths[row] for row in rows) <= tokens
 
 
-def test_without_a_token_bound_rows_stay_in_their_order_dealt_to_the_ranks():
+def test_a_token_bound_puts_rows_of_like_length_together_which_stay_in_their_order_without():
     assert plan_micro_batches([5] * 7, ranks=2, rows=2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
-
-
-def test_a_token_bound_puts_rows_of_like_length_together():
     lengths = [2, 9, 3, 10]
     assert plan_micro_batches(lengths, ranks=1, rows=4, tokens=20) == [[[3, 1], [2, 0]]]
     batch = build_batch([([1], [1] * (length - 1)) for length in lengths], pad_id=PAD)
@@ -116,18 +112,14 @@ def test_minibatches_keep_the_order_and_only_the_last_is_smaller(order, size):
     assert all(0 < len(piece) <= size for piece in pieces)
 
 
-def test_rows_share_a_prompt_where_all_its_tokens_are_the_same():
+def test_rows_share_a_prompt_where_all_its_tokens_are_the_same_and_each_further_row_in_a_run_saves_it():
     """The prompt's last token is not shared: from it a response's own first token is predicted."""
     batch = build_batch([([5, 6, 7], [8]), ([5, 6, 9], [8]), ([5, 6, 7], [1, 2]), ([5, 6], [7, 8])], pad_id=0)
     padded = batch.with_fields(tokens=torch.cat([batch.tokens, torch.zeros(4, 3, dtype=torch.int64)], dim=1))
     assert Prompts.of(padded) == Prompts.of(batch) == Prompts([2, 2, 2, 1], [0, 1, 0, 2])
-
-
-def test_what_is_saved_is_each_further_rows_prompt_within_a_run():
     prompts = Prompts([2, 2, 2, 4, 4, 2], [0, 0, 0, 1, 1, 0])
-    assert prompts.saved(range(6)) == 2 + 2 + 4
-    assert prompts.saved([0, 5, 3]) == 2
-    assert prompts.saved([]) == Prompts.none(3).saved(range(3)) == 0
+    assert [prompts.saved(rows) for rows in (range(6), [0, 5, 3], [])] == [2 + 2 + 4, 2, 0]
+    assert Prompts.none(3).saved(range(3)) == 0
 
 
 SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=6)
@@ -174,21 +166,16 @@ def keys(pairs) -> list[tuple[int, int]]:
 
 
 @given(REWARDS, st.integers(1, 50), st.integers(0, 5))
-def test_pairs_are_distinct_at_most_the_count_and_chosen_is_right(rewards, count, seed):
-    pairs = preference_pairs(group(rewards), count, seed)
+def test_pairs_are_distinct_of_a_right_and_a_wrong_response_and_use_each_before_the_larger_set_begins_anew(
+        rewards, count, seed):
     right, wrong = rewards.count(1), rewards.count(0)
-    assert len(pairs) == min(count, right * wrong)
+    pairs, each_once, everyone = (
+        preference_pairs(group(rewards), number, seed) for number in (count, max(right, wrong), 10**6))
+    assert (len(pairs), len(everyone)) == (min(count, right * wrong), right * wrong)
     assert len(set(keys(pairs))) == len(pairs)
     assert all((pair.chosen.reward, pair.rejected.reward) == (1, 0) for pair in pairs)
-
-
-@given(REWARDS, st.integers(0, 5))
-def test_every_response_is_paired_before_the_larger_set_begins_anew(rewards, seed):
-    right, wrong = rewards.count(1), rewards.count(0)
-    pairs = preference_pairs(group(rewards), max(right, wrong), seed)
     if right and wrong:
-        assert {sample for pair in keys(pairs) for sample in pair} == set(range(len(rewards)))
-        assert lcm(right, wrong) * gcd(right, wrong) == len(preference_pairs(group(rewards), 10**6, seed))
+        assert {sample for pair in keys(each_once) for sample in pair} == set(range(len(rewards)))
 
 
 def test_the_seed_fixes_the_pairs_and_another_gives_others():

@@ -1,6 +1,7 @@
 """Verifiers, exact and mathematical: verdicts on pairs, scores of responses, and answers that cannot be read."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.responses import scored
@@ -52,9 +53,7 @@ HALF = r"\frac{1}{2}"
 
 @pytest.mark.parametrize(("gold", "text", "reward", "answer", "well_formed", "reason"), [
     ("11", "5 + 6 = 11\n#### 11", 1.0, "11", True, "correct"),
-    ("11", "#### 12\nno:\n#### 11", 1.0, "11", False, "correct"),
     ("11", "5 + 6 = 12\n#### 12", 0.0, "12", True, "final answer 12, expected 11"),
-    ("11", "#### 11 apples", 1.0, "11", True, "correct"),
     ("11", "It is 11.", 0.0, None, False, "no final answer"),
     (HALF, r"It is \boxed{0.5}.", 1.0, "1/2", True, "correct"),
     (HALF, r"\boxed{3}, no, \boxed{2/4}", 1.0, "1/2", False, "correct"),
@@ -80,43 +79,36 @@ def test_equal_answers_share_their_votes_whatever_is_right_and_whatever_other_an
     assert together == answers_of(verifier, wrong[0], *wrong) and len(set(together)) == 3
 
 
-class CountingPool:
-    def __init__(self):
-        self.asked = []
-
-    def run(self, function, arguments):
-        self.asked += arguments
-        return [TIMED_OUT if "hang" in answer else (answer == "same", "form") for _, answer in arguments]
-
-
-def verifier_over(pool) -> MathVerifier:
+def verifier_over(run, begin=None) -> MathVerifier:
+    """Whose pool of workers does this instead."""
     verifier = MathVerifier(Limits(seconds=5, memory_mb=1024, workers=1))
-    verifier._pool = pool
+    verifier._pool = SimpleNamespace(run=run, begin=begin)
     return verifier
 
 
 def test_each_distinct_pair_is_verified_once_and_failures_are_counted_each_time():
-    pool = CountingPool()
+    asked = []
+
+    def run(function, pairs):
+        asked.extend(pairs)
+        return [TIMED_OUT if "hang" in answer else (answer == "same", "form") for _, answer in pairs]
+
     with pytest.warns(UserWarning, match="verification timed out: 3"):
-        verdicts = verifier_over(pool).verify(
+        verdicts = verifier_over(run).verify(
             [("x", "hang"), ("x", "same"), ("x", "hang"), ("y", "same"), ("x", "hang")])
-    assert verdicts[0] == Verdict(False, "hang", UNVERIFIED + "timed out")
-    assert verdicts[1] == Verdict(True, "form")
-    assert pool.asked == [("x", "hang"), ("x", "same"), ("y", "same")]
+    assert verdicts[:2] == [Verdict(False, "hang", UNVERIFIED + "timed out"), Verdict(True, "form")]
+    assert asked == [("x", "hang"), ("x", "same"), ("y", "same")]
 
 
 def test_the_budget_is_a_collections_whatever_its_parts_and_restarts():
-    class Pool:
-        begun: list = []
-        run = staticmethod(lambda function, pairs: [TIMED_OUT] * len(pairs))
-        begin = staticmethod(begun.append)
-
-    scorer = MathScorer(answer_format("boxed"), verifier_over(Pool()))
+    begun = []
+    verifier = verifier_over(lambda function, pairs: [TIMED_OUT] * len(pairs), begun.append)
+    scorer = MathScorer(answer_format("boxed"), verifier)
     scorer.begin([])
     with pytest.warns(UserWarning, match="timed out: 3"):
         found = scorer.score([scored("p-1", text=rf"\boxed{{x+{n // 2}}}").rollout for n in range(3)], [problem("5")])
     scorer.begin(found)  # a restart finds them on disk: two distinct pairs
-    assert Pool.begun == [0, 2]
+    assert begun == [0, 2]
 
 
 def test_unverifiable_gold_answers_are_named_with_file_and_line(verifier):
