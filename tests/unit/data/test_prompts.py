@@ -133,7 +133,6 @@ def test_markup_in_a_question_and_in_a_solution_stays_text(tmp_path, template):
     ("{% include 'x.jinja' %}", r"includes another file \(x.jinja\)"), ("{{ messages[3].content }}", "no element 3"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
     ("{{ 'a' * 10 ** 10 }}", "MiB"), (CHATML.replace("m.content | trim", "'hi'"), "leaves out 'How many apples"),
-    ("{{ messages | random }}", "draws at random"),
     ("{{ lipsum(n=1) }}" + CHATML, "draws at random"), (CHATML + "\U00100001", "private character"),
     (CHATML + "</s>", "ends with </s>"), ("<s><s>" + CHATML, "begins with two <s>"),
     ({"rag": CHATML, "tool_use": CHATML}, "tool_use, rag"),
@@ -222,8 +221,6 @@ def test_a_token_without_a_row_is_refused_with_both_sizes(tmp_path):
             check_rows([(5, rows)], [1], tokenizer, fields, tmp_path)
 
 
-# --- plain texts -----------------------------------------------------------------------------------------------------
-
 TEMPLATE = PromptStyle("{question}\n")
 
 
@@ -239,11 +236,8 @@ def tokenizer(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), ArithmeticConfig())
 
 
-def test_template_replaces_the_question_and_leaves_other_braces():
+def test_prompts_are_the_encoded_template_by_id_in_which_other_braces_stay(tokenizer):
     assert render_prompt("{a} {question} {}{{", "x {question} {y}") == "{a} x {question} {y} {}{{"
-
-
-def test_prompts_are_the_encoded_template_by_id(tokenizer):
     prompts = encode_prompts([SHORT, LONG], tokenizer, TEMPLATE, max_prompt_tokens=6)
     assert {name: tokenizer.decode(ids) for name, ids in prompts.items()} == {
         "train-1": "1 + 2\n", "train-2": "1 + 2 + 3\n"}
@@ -252,19 +246,16 @@ def test_prompts_are_the_encoded_template_by_id(tokenizer):
 @pytest.fixture
 def leading(tmp_path):
     """A tokenizer that puts <pad> in front of a text."""
-    leading = write_tokenizer(tmp_path, ArithmeticConfig())
-    leading.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<pad> $A", special_tokens=[("<pad>", leading.pad_token_id)]
-    )
-    return leading
+    made = write_tokenizer(tmp_path, ArithmeticConfig())
+    pad = ("<pad>", made.pad_token_id)
+    made.backend_tokenizer.post_processor = TemplateProcessing("<pad> $A", special_tokens=[pad])
+    return made
 
 
 def test_special_tokens_of_the_tokenizer_lead_the_prompt_but_not_the_response(leading):
     prompt = encode_prompts([SHORT], leading, TEMPLATE, max_prompt_tokens=9)["train-1"]
-    pair = encode_solutions([SHORT], leading, TEMPLATE, 99)[0]
-    assert prompt == pair[0]
-    assert prompt[0] == leading.pad_token_id
-    assert leading.pad_token_id not in pair[1]
+    [(again, response)] = encode_solutions([SHORT], leading, TEMPLATE, 99)
+    assert prompt == again and prompt[0] == leading.pad_token_id not in response
 
 
 def test_too_long_prompts_name_the_longest_row_the_limit_and_the_keys(tokenizer):

@@ -25,52 +25,34 @@ def write(folder: Path, name: str, value: object) -> None:
     path.write_text(json.dumps({**fields, "eos_token_id": value}))
 
 
-def read(folder: Path, more: tuple[int, ...] = (), *, eos: bool = True):
-    tokenizer = load_tokenizer(folder)
-    if not eos:
-        tokenizer.eos_token = None
-    return read_stop_tokens(folder, tokenizer, more)
-
-
-@pytest.mark.parametrize(("of_generation", "of_config", "more", "expected"), [
-    (None, 1, (), (1,)),
-    ([1, 7], 1, (), (1, 7)),
-    (9, [1, 5], (3,), (1, 3, 5, 9)),
-    (None, None, (2, 1), (1, 2)),
+@pytest.mark.parametrize(("of_generation", "of_config", "more", "expected", "disagree"), [
+    (None, 1, (), (1,), None), ([1, 7], 1, (), (1, 7), None), (9, [1, 5], (3,), (1, 3, 5, 9), "config.json has 1, 5"),
+    (None, None, (2, 1), (1, 2), None), (1, 2, (3,), (1, 2, 3), "config.json has 2"),
 ])
-def test_the_end_tokens_are_the_union_of_all_sources(folder: Path, of_generation, of_config, more, expected):
+def test_the_end_tokens_are_the_union_of_all_sources_and_files_that_have_nothing_in_common_are_named_with_their_ids(
+        folder: Path, of_generation, of_config, more, expected, disagree: str | None):
     write(folder, "config.json", of_config)
     write(folder, "generation_config.json", of_generation)
-    assert read(folder, more).ids == expected
-
-
-@pytest.mark.parametrize(("of_generation", "of_config", "disagree"), [
-    ([1, 7], 1, False), (1, 2, True), (7, 1, True), (None, 2, True), (None, None, False)])
-def test_files_whose_end_tokens_have_nothing_in_common_are_named_with_their_ids(
-    folder: Path, of_generation, of_config, disagree: bool
-):
-    write(folder, "config.json", of_config)
-    write(folder, "generation_config.json", of_generation)
-    said = read(folder, (3,)).lines()
-    assert "3" in said[0] and (len(said) == 2) is disagree
+    found = read_stop_tokens(folder, load_tokenizer(folder), more)
+    said = found.lines()
+    assert found.ids == expected
+    assert all(str(token) in said[0] for token in expected) and len(said) == 1 + bool(disagree)
     if disagree:
-        assert f"config.json has {of_config}" in said[1] and "the tokenizer has 1" in said[1]
-        assert "sampling" not in said[1]
+        assert disagree in said[1] and "the tokenizer has 1" in said[1] and "sampling" not in said[1]
 
 
-def test_an_end_token_outside_of_the_vocabulary_is_refused_with_its_source(folder: Path):
+def test_an_end_token_outside_of_the_vocabulary_is_refused_with_its_source_and_so_is_a_model_without_any(folder: Path):
+    tokenizer = load_tokenizer(folder)
     write(folder, "generation_config.json", [1, 50_000])
     with pytest.raises(UserError, match=r"generation_config.json: eos_token_id .*50000"):
-        read(folder)
-    write(folder, "generation_config.json", 1)
+        read_stop_tokens(folder, tokenizer, ())
+    write(folder, "generation_config.json", None)
     with pytest.raises(UserError, match=r"^sampling.stop_token_ids .*50000"):
-        read(folder, (50_000,))
-
-
-def test_a_model_without_any_end_token_is_refused(folder: Path):
+        read_stop_tokens(folder, tokenizer, (50_000,))
     write(folder, "config.json", None)
+    tokenizer.eos_token = None
     with pytest.raises(UserError, match=r"eos_token.*sampling.stop_token_ids"):
-        read(folder, eos=False)
+        read_stop_tokens(folder, tokenizer, ())
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
