@@ -278,7 +278,7 @@ def read(tmp_path, written):
     return read_samples(RolloutStore(tmp_path), 3)
 
 
-def test_arrays_hold_what_the_records_hold_in_the_order_of_samples(tmp_path):
+def test_arrays_hold_what_the_records_hold_in_the_order_of_samples_and_so_do_scores_of_all_of_them(tmp_path):
     written = responses()
     samples = read(tmp_path, [*written[::2], *written[1::2]])
     direct = Samples.of_scored(written, SAMPLES)
@@ -293,6 +293,13 @@ def test_arrays_hold_what_the_records_hold_in_the_order_of_samples(tmp_path):
     assert tokens == [tuple(one.rollout.response_ids) for one in written]
     assert samples.has_verdict.all() and (samples.rules == -1).all()
     assert samples.checksum == rollouts_checksum(written)
+    scores = {(problem, sample): StepScores((float(place), 0.5))
+              for place, (problem, sample) in enumerate(itertools.product(NAMES, range(SAMPLES)))}
+    steps = samples.steps(dict(reversed(scores.items())))
+    assert np.array(steps)[:, :, 0].ravel().tolist() == list(range(len(written)))
+    del scores["test-2", 3]
+    with pytest.raises(UserError, match="response 3 to test-2 has no score"):
+        samples.steps(scores)
 
 
 def test_a_judges_verdict_the_rules_verdict_and_an_abstention_are_recognised_by_the_reason(tmp_path):
@@ -313,14 +320,3 @@ def test_a_judges_verdict_the_rules_verdict_and_an_abstention_are_recognised_by_
 def test_problems_with_unequal_samples_and_missing_log_probabilities_are_errors(tmp_path, spoilt, told: str):
     with pytest.raises(UserError, match=told):
         read(tmp_path, spoilt(responses()))
-
-
-def test_scores_come_in_the_order_of_the_responses_and_all_have_one(tmp_path):
-    samples = read(tmp_path, responses())
-    keys = [(problem, sample) for problem in NAMES for sample in range(SAMPLES)]
-    scores = {key: StepScores((float(place), 0.5)) for place, key in enumerate(keys)}
-    steps = samples.steps(dict(reversed(scores.items())))
-    assert np.array(steps)[:, :, 0].ravel().tolist() == list(range(len(keys)))
-    del scores["test-2", 3]
-    with pytest.raises(UserError, match="response 3 to test-2 has no score"):
-        samples.steps(scores)
