@@ -22,11 +22,6 @@ def operands(problem: Problem) -> tuple[int, ...]:
     return tuple(int(number) for number in problem.question.split(" + "))
 
 
-def is_weak_fact(first: int, second: int, config: ArithmeticConfig) -> bool:
-    mistakes = Mistakes("arithmetic", config.seed, config.weak_fact_share, config.weak_fact_accuracy, config.step_noise)
-    return mistakes.is_weak(unordered(first, second))
-
-
 def is_valid_derivation(*, question: str, text: str) -> bool:
     complete = solution_path(question=question, text=text) is not None
     return complete and first_wrong_step(question, text.strip().split("\n")) is None
@@ -60,8 +55,9 @@ def test_solutions_are_derivations_of_their_answers_right_except_for_small_error
 
 def test_warmup_steps_are_right_as_often_as_the_config_says_and_weak_facts_wrong_in_one_way(default):
     config, totals = ArithmeticConfig(), {True: {}, False: {}}
+    mistakes = Mistakes("arithmetic", config.seed, config.weak_fact_share, config.weak_fact_accuracy, config.step_noise)
     for first, second, total in itertools.chain.from_iterable(map(steps, default["warmup"])):
-        of_fact = totals[is_weak_fact(first, second, config)].setdefault(frozenset((first, second)), [])
+        of_fact = totals[mistakes.is_weak(unordered(first, second))].setdefault(frozenset((first, second)), [])
         of_fact.append(total - first - second)
     # Four standard errors of a share of n Bernoulli samples.
     for weak, accuracy in ((True, config.weak_fact_accuracy), (False, 1 - config.step_noise)):
@@ -104,8 +100,7 @@ def test_a_path_is_its_sorted_merges_and_valid_if_every_sum_is_right(text, path,
     "6 + 5 = 11\n1 + 1 = 2\n11 + 2 = 13\n#### 13",  # 5 was never there
     "3 + 3 = 6\n1 + 1 = 2\n6 + 2 = 8\n#### 8",  # one 3, taken twice
     "6+3=9\n1 + 1 = 2\n9 + 2 = 11\n#### 11", "06 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11",
-    "6 + 3 = 9\n\n1 + 1 = 2\n9 + 2 = 11\n#### 11", "6 + 3 = 9 <unk>\n1 + 1 = 2\n9 + 2 = 11\n#### 11",
-    EXAMPLE + "\n#### 11", EXAMPLE + " apples", EXAMPLE + "\n11 + 0 = 11",
+    EXAMPLE + "\n#### 11", EXAMPLE + " apples",
     "6 + 3 = " + "9" * 5000 + "\n#### 1",
 ])
 def test_text_that_is_not_a_derivation_has_no_path(text):

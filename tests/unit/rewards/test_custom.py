@@ -35,7 +35,7 @@ def on(what):
         if response != "bad": return 0.5
         return what()
     return call
-nan, text, bad_part = on(lambda: float("nan")), on(lambda: "1"), on(lambda: {"score": 1, "style": None})
+text, bad_part = on(lambda: "1"), on(lambda: {"score": 1, "style": None})
 bad_vote = on(lambda: {"score": 1, "vote": 2})
 raises, leaves, dies, slow = on(lambda: {}["key"]), on(exit), on(lambda: os._exit(7)), on(lambda: time.sleep(60))
 def too_few(*, responses): return [1.0]
@@ -122,7 +122,6 @@ def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_answers_
 
 
 @pytest.mark.parametrize(("path", "before", "message"), [
-    ("nan", 2, "returned nan (float)"),
     ("text", 2, "returned '1' (str)"), ("huge", 2, "returned 1e+200 (float)"), ("digits", 2, "returned 1000"),
     ("bad_part", 2, "returned None (NoneType) as 'style'"),
     ("bad_vote", 2, "returned 2 (int) as 'vote'; expected the answer as a text, or None"),
