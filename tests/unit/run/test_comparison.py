@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,6 @@ from nemo_edo.run.comparison import logprobs
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 IDS = comparison.tokens(130, 64)
-
-
 
 
 def megatrons(tiny, folder, dtype):
@@ -43,34 +42,23 @@ def test_rounding_passes_and_another_rotary_base_does_not(tiny, tmp_path, kind, 
     assert value > most
 
 
-class Policy:
-    """Of log-probabilities that are known."""
-
-    def __init__(self, far: float) -> None:
-        self._far = far
-
-    def logprobs(self, batch, temperature):
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32)
-        return logprobs(model.eval(), batch.tokens) + self._far, None
-
-
 def test_a_model_without_room_is_compared_by_its_first_and_last_layers(tiny, tmp_path, monkeypatch):
     source, scratch = tmp_path / "model", tmp_path / "scratch"
     tiny.write_tiny_model(source, "qwen3_moe", num_hidden_layers=7, mlp_only_layers=[0, 5], **EXPERTS)
     monkeypatch.setattr(comparison, "MOST_BYTES", 0)
     scratch.mkdir()
     begun = comparison.FolderComparison(source, PrecisionConfig(), ParallelismConfig(), 128, scratch)
-    policy = Policy(0.0)
-    policy.folder = begun.folder
-    found = begun.finish(policy)
+
+    def policy(far: float) -> SimpleNamespace:
+        dense = tiny.load_dense(begun.folder)
+        return SimpleNamespace(logprobs=lambda batch, temperature: (logprobs(dense, batch.tokens) + far, None))
+
+    found = begun.finish(policy(0.0))
     assert found["layers"] == [0, 1, 5, 6] and found["nats"] < 1e-4
     fields = json.loads((begun.folder / "config.json").read_text())
     assert (fields["num_hidden_layers"], fields["mlp_only_layers"]) == (4, [0, 2])
     with pytest.raises(UserError, match=r"0\.05 nats at most.*model\.verify=false"):
-        policy._far = 0.05
-        begun.finish(policy)
+        begun.finish(policy(0.05))
     begun.close()
     assert not scratch.exists()
 

@@ -26,7 +26,7 @@ class Inputs:
         return ["train",
                 "replicate_baseline=false", "name=a", f"output_dir={self.folder / 'runs'}", "sft.steps=1", *overrides]
 
-    def of_run(self, command: str, finished: str) -> list[str]:
+    def of_run(self, command: str, finished: str, **changes) -> list[str]:
         """A run of two arms, killed when these arms were finished."""
         run = self.folder / "runs" / "a"
         run.mkdir(parents=True)
@@ -34,7 +34,7 @@ class Inputs:
             (run / "checkpoints" / arm).mkdir(parents=True)
         arms = {"one": {"alpha": 0}, "two": {"alpha": 1}}
         quickstart = compose_run("quickstart", ["replicate_baseline=false", "sft.steps=1"])
-        cfg = replace(quickstart, name="a", output_dir=str(run.parent), arms=arms)
+        cfg = replace(quickstart, name="a", output_dir=str(run.parent), arms=arms, **changes)
         (run / "config.yaml").write_text(resolved_yaml(cfg))
         return self.filled(command)
 
@@ -74,13 +74,11 @@ OF_A_RUN = {
         "export {}/runs/a {}/runs --arm=one", "one", "{}/runs exists already and is not an empty folder"),
     "collect of an unknown arm": (
         "collect output_dir={}/new --arm=grp", "", "the config has no arm 'grp'; did you mean grpo? (there are: "),
-    "evaluate of no run": ("evaluate {}/runs", "", "{}/runs is not the folder of a run"),
     "evaluate with foreign overrides": (
         "evaluate {}/runs/a evaluation.samples=2 seed=3 grpo.alpha=0", "",
         "evaluate takes overrides of evaluation.* and allow_changed only, not seed=3, grpo.alpha=0"),
     "evaluate of a run whose last arm is unfinished": (
         "evaluate {}/runs/a", "warmup one", "{}/runs/a/checkpoints/two is missing"),
-    "report of no run": ("report {}/runs/a/checkpoints", "one", "{}/runs/a/checkpoints: no run is in it"),
 }
 
 
@@ -140,7 +138,7 @@ def test_supervised_training_alone_is_evaluated_reported_and_exported(nemo_edo, 
     assert (out / "model.safetensors").is_file()
 
 
-def test_one_process_exports_what_any_layout_trained(tmp_path, monkeypatch):
+def test_one_process_exports_what_any_layout_trained(inputs, monkeypatch):
     from nemo_edo.run import jobs
     from nemo_edo.run.build import Builder
 
@@ -151,11 +149,8 @@ def test_one_process_exports_what_any_layout_trained(tmp_path, monkeypatch):
         raise Asked(builder._cfg.parallelism, builder._cfg.model.attention)
 
     layout = ParallelismConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
-    cfg = compose_run("quickstart", ["replicate_baseline=false", "sft.steps=1"])
-    cfg = replace(cfg, name="a", output_dir=str(tmp_path), arms={}, parallelism=layout)
-    (tmp_path / "a" / "checkpoints" / "policy").mkdir(parents=True)
-    (tmp_path / "a" / "config.yaml").write_text(resolved_yaml(cfg))
+    inputs.of_run("", "one", parallelism=layout)
     monkeypatch.setattr(Builder, "trained", load)
     with pytest.raises(Asked) as asked:
-        jobs.export(open_run(tmp_path / "a"), tmp_path / "out", None, 10**9)
+        jobs.export(open_run(inputs.folder / "runs" / "a"), inputs.folder / "out", "one", 10**9)
     assert asked.value.args == (ParallelismConfig(), "auto")

@@ -64,9 +64,7 @@ def test_the_licence_is_the_bases(tmp_path: Path, readme, licence):
     assert (tmp_path / "out" / "report.html").is_file() and "(report.html)" in found.text
 
 
-@pytest.fixture
-def hub(monkeypatch) -> dict[str, bytes]:
-    """The files that are uploaded to the only repository that the hub lets one make, me/mine."""
+def test_every_file_of_the_folder_is_uploaded_and_a_hub_that_refuses_is_named_before(monkeypatch, tmp_path: Path):
     files = {}
 
     def create_repo(api, name, exist_ok):
@@ -79,16 +77,9 @@ def hub(monkeypatch) -> dict[str, bytes]:
 
     monkeypatch.setattr(HfApi, "create_repo", create_repo)
     monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    return files
-
-
-def test_every_file_of_the_folder_is_uploaded(hub, tmp_path: Path):
     card(tmp_path)
     (tmp_path / "out" / "config.json").write_text("{}")
     address = HubRepository("me/mine").upload(tmp_path / "out")
-    assert address.endswith("me/mine") and hub.keys() == {"README.md", "config.json"}
-
-
-def test_a_hub_that_refuses_is_named_before_anything_is_exported(hub):
+    assert address.endswith("me/mine") and files.keys() == {"README.md", "config.json"}
     with pytest.raises(UserError, match="--push-to-hub me/another: 401"):
         HubRepository("me/another")

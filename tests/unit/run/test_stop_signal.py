@@ -46,8 +46,6 @@ def test_a_second_request_ends_a_run_at_once_wherever_it_waits_but_not_one_that_
     assert "ended at once" in stuck.stderr.read()
 
 
-# --- no progress -----------------------------------------------------------------------------------------------
-
 BODY = """
 import time
 from pathlib import Path
