@@ -32,7 +32,8 @@ MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 def imports_of(source: str) -> Iterator[tuple[str, str | None, bool]]:
     """(module, name or None, whether only type checkers read it) of each import, wherever it is in the file."""
     tree = ast.parse(source)
-    typing_blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and _is_for_types(node.test)]
+    typing_blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)
+                     and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")]
     for_types = {inner for block in typing_blocks for statement in block.body for inner in ast.walk(statement)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -40,10 +41,6 @@ def imports_of(source: str) -> Iterator[tuple[str, str | None, bool]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
             yield from ((node.module, alias.name, node in for_types) for alias in node.names)
-
-
-def _is_for_types(test: ast.expr) -> bool:
-    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
 
 
 IMPORTS = {module: list(imports_of(file.read_text(encoding="utf-8"))) for module, file in MODULES.items()}
@@ -155,14 +152,10 @@ def modules_of(places: list[str]) -> list[str]:
     return [module for module in found if module.removeprefix("nemo_edo.") in places or not is_in(module, *OWN_RULE)]
 
 
-def probe(chain: list[tuple[list[str], set[str]]]) -> subprocess.CompletedProcess[str]:
-    rules = json.dumps([(names, sorted(forbidden)) for names, forbidden in chain])
-    command = [sys.executable, "-c", PROBE, rules]
-    return subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120)
-
-
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
 def test_importing_a_place_loads_nothing_that_its_rule_forbids(chain: list[tuple[list[str], set[str]]]):
     assert all(modules_of([place]) for places, _ in chain for place in places), "the places exist"
-    result = probe([(modules_of(places), forbidden) for places, forbidden in chain])
+    rules = json.dumps([(modules_of(places), sorted(forbidden)) for places, forbidden in chain])
+    command = [sys.executable, "-c", PROBE, rules]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent, timeout=120)
     assert result.returncode == 0, result.stderr

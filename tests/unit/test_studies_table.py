@@ -25,16 +25,10 @@ def test_every_table_of_the_page_is_computed_from_the_files():
 
 
 def test_means_are_over_seeds_and_differences_are_paired_by_seed_at_the_last_evaluation():
-    rows = [
-        row("grpo", 1, 0.5),
-        row("grpo", 2, 0.7),
-        row("grpo", 3, 0.9),
-        row("other", 1, 0.6),
-        row("other", 2, 0.9),
-        row("grpo", 1, 0.0, iteration="3"),
-        row("other", 1, 0.0, temperature="0.6"),
-        row("other", 3, 0.0, note="stopped"),
-    ]
+    votes = {"grpo": [0.5, 0.7, 0.9], "other": [0.6, 0.9]}
+    rows = [row(arm, seed, vote) for arm, by_seed in votes.items() for seed, vote in enumerate(by_seed, start=1)]
+    rows += [row("grpo", 1, 0.0, iteration="3"), row("other", 1, 0.0, temperature="0.6"),
+             row("other", 3, 0.0, note="stopped")]
     found = by_seed(rows)
     assert (mean(found["grpo", ""], "vote"), mean(found["other", ""], "vote")) == ("0.700", "0.750")
     # +0.1 and +0.2: 0.15 with Student's t at one degree of freedom, 12.706 x 0.05

@@ -28,35 +28,20 @@ def doctor(monkeypatch, tmp_path, capsys):
     return run
 
 
-@pytest.fixture
-def eight_gpus(monkeypatch):
-    monkeypatch.setattr(machine, "gpus", lambda: 8 * [H100])
-
-
 def test_this_environment_is_sound_and_the_quickstart_fits_in_it(doctor):
     status, text = doctor("--config-name", "quickstart", "threads=1")
     assert (status, text.splitlines()[-1]) == (0, "ok")
     assert all(part in text for part in ("torch 2", "memory", "million parameters, fp32, one process"))
 
 
-@pytest.fixture
-def nvidia_smi(monkeypatch):
-    """Lets the driver answer; returns the queries that it got."""
-    def answers(**answer) -> list[list[str]]:
-        queries = []
-        monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
-        monkeypatch.setattr(machine.subprocess, "run",
-                            lambda query, **_: queries.append(query) or SimpleNamespace(**answer))
-        return queries
-
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return answers
-
-
 @pytest.mark.parametrize(("chosen", "asked"), [
     (None, []), ("2,3", ["--id=2,3"]), ("GPU-c3", ["--id=GPU-c3"]), ("MIG-77", []), ("", None), ("-1", None)])
-def test_gpus_are_those_that_the_driver_lists_and_the_process_may_use(nvidia_smi, monkeypatch, chosen, asked):
-    queries = nvidia_smi(returncode=0, stdout=2 * "NVIDIA H100 80GB HBM3, 81559, 9.0\n", stderr="")
+def test_gpus_are_those_that_the_driver_lists_and_the_process_may_use(monkeypatch, chosen, asked):
+    queries = []
+    answer = SimpleNamespace(returncode=0, stdout=2 * "NVIDIA H100 80GB HBM3, 81559, 9.0\n", stderr="")
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(machine.subprocess, "run", lambda query, **_: queries.append(query) or answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert machine.gpus() == ([] if asked is None else 2 * [H100])
@@ -64,7 +49,8 @@ def test_gpus_are_those_that_the_driver_lists_and_the_process_may_use(nvidia_smi
         [] if asked is None else [asked])
 
 
-def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, eight_gpus):
+def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: 8 * [H100])
     status, text = doctor(*FITS, "--gpus=8", "--gpu-memory=80GB")
     assert (status, text.splitlines()[-1]) == (0, "ok")
     assert "to be given  model.path, data.train, data.test" in text
@@ -76,12 +62,10 @@ def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, eight
 @pytest.mark.parametrize(("arguments", "message"), [
     ([*FITS, "parallelism=tp8_sp"], "_size 8 does not divide the model's 28 attention heads and 4 query groups"),
     ([*FITS, "parallelism=tp2_sharded", "parallelism.pipeline_model_parallel_size=3"], "got 8"),
-    ([*FITS, "model=hf"], "choose the model by its name"),
-    ([*FITS, "grpo.alpha=-1"], "grpo.alpha"),
-    ([*FITS, "grpo.alhpa=1"], "unknown key grpo.alhpa"),
+    ([*FITS, "model=hf"], "choose the model by its name"), ([*FITS, "grpo.alhpa=1"], "unknown key grpo.alhpa"),
     (["seed=1"], "seed=1: settings need --config-name"),
     *(([f"--gpu-memory={size}"], f"--gpu-memory is {size}") for size in ("80", "80MB", "-1GB")),
-    ([*FITS, "--gpu-memory=40GB"], "does not fit: "), ([*FITS, "--gpu-memory=40GB"], "grpo.micro_batch_tokens=4096"),
+    ([*FITS, "--gpu-memory=40GB"], "grpo.micro_batch_tokens=4096"),
 ])  # fmt: skip
 def test_what_cannot_run_ends_with_two_and_says_what_to_change(doctor, arguments, message):
     status, text = doctor(*arguments, "--gpus=8")

@@ -86,9 +86,6 @@ def test_logits_are_the_last_stages_and_a_fused_loss_holds_a_block_of_them():
     assert fused < plain / 50
 
 
-# --- from a config --------------------------------------------------------------------------------------------------
-
-
 GB = 10**9
 
 
@@ -97,18 +94,13 @@ def config(*overrides: str, name: str = "grpo_gsm8k") -> RunConfig:
     return compose_incomplete(name, [*base, *overrides])[0]
 
 
-def advice_for(*overrides: str, gpus: int, limit: int = 80 * GB, name: str = "grpo_gsm8k") -> tuple[list[str], int]:
-    """The overrides, and the bytes that are needed with them."""
-    cfg = config(*overrides, name=name)
-    changes, needed = advise(cfg, model_shape(cfg), gpus, limit)
-    return [f"{key}={str(value).lower()}" for made in changes.values() for key, value in made.items()], needed
-
-
 @pytest.mark.parametrize(("model", "gpus", "name"), [
     ("qwen2_5_7b", 8, "grpo_gsm8k"), ("llama3_1_70b", 64, "idpo_gsm8k"), ("qwen3_32b", 16, "dapo_gsm8k"),
 ])
 def test_the_overrides_compose_and_give_the_memory_that_is_promised(model: str, gpus: int, name: str):
-    overrides, needed = advice_for(f"model={model}", gpus=gpus, name=name)
+    cfg = config(f"model={model}", name=name)
+    changes, needed = advise(cfg, model_shape(cfg), gpus, 80 * GB)
+    overrides = [f"{key}={str(value).lower()}" for made in changes.values() for key, value in made.items()]
     assert overrides and needed <= 80 * GB
     changed = config(f"model={model}", *overrides, name=name)
     assert fullest(changed, model_shape(changed), gpus).total == needed

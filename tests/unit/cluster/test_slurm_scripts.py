@@ -25,6 +25,7 @@ CONTAINERS = {
               "cluster.container.mounts=['/data:/data']"],
     "apptainer": ["cluster.container.kind=apptainer", "cluster.container.image='/images/it is.sif'"],
 }
+GRPO = ["model=qwen2_5_7b", "model.path=/nodes/m", "data.train=/nodes/a", "data.test=/nodes/b", "cluster=slurm_gpu8"]
 
 
 def script(tmp_path, *overrides: str, multirun: bool = False) -> str:
@@ -126,10 +127,13 @@ def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
     assert not list((folder / "code").rglob("__pycache__"))
 
 
-def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_writes_nothing(tmp_path, capsys, monkeypatch):
-    assert main(["launch", "cluster=slurm", f"output_dir={tmp_path}", "--dry-run"]) == 0
-    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH ")
-    assert list(tmp_path.iterdir()) == []
+def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_tells_its_time_and_writes_nothing(
+        tmp_path, capsys, monkeypatch):
+    given = [*GRPO, "cluster.nodes=2", "generation=megatron", f"output_dir={tmp_path}", "cluster.time_limit=04:00:00"]
+    assert main(["launch", "--config-name", "grpo_gsm8k", *given, "--dry-run"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith("#!/bin/bash\n#SBATCH ") and list(tmp_path.iterdir()) == []
+    assert "an iteration of" in printed.err and "cluster.time_limit=04:00:00" in printed.err
     with pytest.raises(ConfigError, match="launch needs cluster=slurm"):
         launching.plan("quickstart", [f"output_dir={tmp_path}"], None, multirun=False)
     planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}"], None, multirun=False)
@@ -228,9 +232,6 @@ def test_a_jobs_files_are_checked_where_it_is_submitted_by_its_mounts(
             script(tmp_path, *inside, *container)
 
 
-# --- tasks ------------------------------------------------------------------------------------------------------------
-
-
 SLURM = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
          "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": "4(x2)", "MASTER_ADDR": "n1", "MASTER_PORT": "20001",
          "NEMO_EDO_CONTROL": "/shared/attempt"}
@@ -245,19 +246,18 @@ def test_a_task_becomes_torchrun_of_its_nodes_processes_or_one_of_them_that_find
     assert variables_of_torchrun(SLURM) == variables
 
 
-def test_the_trainer_gets_the_servers_of_all_nodes_once_they_are_ready(tmp_path, monkeypatch):
+def test_the_trainer_gets_all_nodes_servers_and_waits_for_none_that_have_ended_nor_once_it_is_to_stop(
+        tmp_path, monkeypatch):
     monkeypatch.setenv(control.VARIABLE, str(tmp_path))
-    (tmp_path / "servers_0.json").write_text(json.dumps(["http://n3:8000", "http://n3:8001"]))
+    first, second = (tmp_path / f"servers_{place}.json" for place in (0, 1))
+    first.write_text(json.dumps(["http://n3:8000", "http://n3:8001"]))
     with pytest.raises(UserError, match="the servers of n4 are not ready after 0.1 s"):
         task.overrides_of_servers(["n3", "n4"], 0.1)
-    (tmp_path / "servers_1.json").write_text(json.dumps(["http://n4:8000"]))
+    second.write_text(json.dumps(["http://n4:8000"]))
     assert task.overrides_of_servers(["n3", "n4"], 1.0) == [
         'generation.servers.urls=["http://n3:8000", "http://n3:8001", "http://n4:8000"]',
         "generation.servers.api_key_variable=NEMO_EDO_SERVER_KEY", "generation.servers.launched=true"]
-
-
-def test_the_trainer_waits_for_no_servers_that_have_ended_nor_once_it_is_to_stop(tmp_path, monkeypatch):
-    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
+    first.unlink(), second.unlink()
     (tmp_path / "server_0.log").write_text("loading\n")  # killed by Slurm as the other failed
     (tmp_path / "server_1.log").write_text(f"{task.ERROR} server 0: Address already in use\n")
     (tmp_path / "stop").touch()
@@ -282,9 +282,6 @@ def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_pat
     assert (tmp_path / "outcome").read_text() == "finished\n"
 
 
-GRPO = ["model=qwen2_5_7b", "model.path=/nodes/m", "data.train=/nodes/a", "data.test=/nodes/b", "cluster=slurm_gpu8"]
-
-
 @pytest.mark.parametrize(("overrides", "named"), [
     (["cluster.nodes=16", "generation=vllm", "generation.placement=shared"],
      "generation.placement=shared .* first of cluster.nodes=16 nodes alone: set cluster.server_nodes"),
@@ -299,11 +296,3 @@ GRPO = ["model=qwen2_5_7b", "model.path=/nodes/m", "data.train=/nodes/a", "data.
 def test_a_job_whose_servers_leave_most_gpus_idle_is_refused(tmp_path, overrides, named):
     with pytest.raises(ConfigError, match=named):
         launching.plan("grpo_gsm8k", [*GRPO, f"output_dir={tmp_path}", *overrides], None, multirun=False)
-
-
-def test_a_dry_run_tells_how_long_the_run_takes_next_to_its_limit(tmp_path, capsys):
-    given = [*GRPO, "cluster.nodes=2", "generation=megatron", f"output_dir={tmp_path}", "cluster.time_limit=04:00:00"]
-    assert main(["launch", "--config-name", "grpo_gsm8k", *given, "--dry-run"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.startswith("#!/bin/bash\n#SBATCH ")
-    assert "an iteration of" in printed.err and "cluster.time_limit=04:00:00" in printed.err

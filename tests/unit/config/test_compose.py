@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 from nemo_edo.config import GRPOConfig, IDPOConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, arm_configs, compose_run, resolved_yaml
 from nemo_edo.config.run import arm_seed
-from nemo_edo.run_folder import RunFolder
 
 
 def write_configs(folder: Path, **files: str) -> Path:
@@ -34,32 +33,23 @@ def quickstart() -> RunConfig:
     return compose_run("quickstart", [])
 
 
-# --- what works ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("line", "read", "expected"), [
-    ("++grpo.beta=0.5", lambda cfg: cfg.grpo.beta, 0.5),
-    ("~grpo.beta", lambda cfg: cfg.grpo.beta, 0.04),
-    ("~arms", lambda cfg: cfg.arms, {}),
-    ('data.prompt="Q: {question}, A:"', lambda cfg: cfg.data.prompt, "Q: {question}, A:"),
-    ("grpo.beta=${grpo.clip_low}", lambda cfg: cfg.grpo.beta, 0.2),
-    ("threads=null", lambda cfg: cfg.threads, None),
+@pytest.mark.parametrize(("lines", "read", "expected"), [
+    (["grpo.beta=0.9", "++grpo.beta=0.5"], lambda cfg: cfg.grpo.beta, 0.5),  # the last wins
+    (["~grpo.beta"], lambda cfg: cfg.grpo.beta, 0.04), (["~arms"], lambda cfg: cfg.arms, {}),
+    (['data.prompt="Q: {question}, A:"'], lambda cfg: cfg.data.prompt, "Q: {question}, A:"),
+    (["grpo.beta=${grpo.clip_low}"], lambda cfg: cfg.grpo.beta, 0.2), (["threads=null"], lambda cfg: cfg.threads, None),
 ])
-def test_hydra_override_syntax_sets(line: str, read, expected):
-    """The last of two overrides of a key wins."""
-    assert read(compose_run("quickstart", ["grpo.beta=0.9", line] if line.startswith("++grpo") else [line])) == expected
+def test_hydra_override_syntax_sets(lines: list[str], read, expected):
+    assert read(compose_run("quickstart", lines)) == expected
 
 
-def test_custom_config_folder_takes_the_groups_that_it_lacks_from_the_shipped_ones(tmp_path: Path):
+def test_a_custom_folder_and_the_shipped_one_take_groups_of_each_other_and_no_file_there_is_hidden(tmp_path: Path):
     folder = write_configs(tmp_path, mine="defaults: [{model: tiny_llama}, {data: own}, _self_]\n"
                                           "sampling: {max_new_tokens: 8}\nname: mine\n",
-                           data__own="prompt: '<{question}>'\n")
+                           data__own="prompt: '<{question}>'\n",
+                           cluster__site="defaults: [slurm, _self_]\naccount: me\n")
     cfg = compose_run("mine", [], folder)
     assert (cfg.model.architecture["model_type"], cfg.data.prompt) == ("llama", "<{question}>")
-
-
-def test_a_shipped_config_takes_groups_of_a_custom_folder_and_no_file_there_is_hidden_by_a_shipped_one(tmp_path: Path):
-    folder = write_configs(tmp_path, cluster__site="defaults: [slurm, _self_]\naccount: me\n")
     cluster = compose_run("quickstart", ["cluster=site"], folder).cluster
     assert (cluster.account, cluster.kind) == ("me", "slurm")
     assert "no config named quickstrat" in message_of("quickstrat", [], folder)
@@ -73,9 +63,6 @@ def test_resolved_yaml_holds_every_setting_and_composes_to_the_same_run(tmp_path
     assert compose_run("config", [], tmp_path) == cfg
     written = OmegaConf.create(resolved_yaml(cfg))
     assert (set(written), written.grpo.clip_low) == (set(RunConfig.__dataclass_fields__), 0.2)
-
-
-# --- arms -------------------------------------------------------------------------------------------------------------
 
 
 def test_without_arms_the_policy_has_the_section_of_the_runs_algorithm():
@@ -143,32 +130,22 @@ def test_settings_of_an_arm_and_its_section_that_do_not_fit_are_told_with_the_ar
     assert message_of("quickstart", overrides).startswith(told)
 
 
-# --- mistakes -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("line", "told"), [
     ("grpo.alhpa=0.01", ["unknown key grpo.alhpa", "did you mean grpo.alpha?"]),
     ("arms.ed_grpo.optimizer.rl=1", ["unknown key", "did you mean arms.ed_grpo.optimizer.lr?"]),
     ("iterations=0", ["did you mean grpo.iterations, idpo.iterations or arms.NAME.iterations (of one arm)?"]),
-    ("grpo.lr=1", ["did you mean grpo.optimizer.lr?"]),
-    ("+foo=1", ["unknown key foo (command line: +foo=1)"]),
     ("grpo.optimizer.lr=1e999", ["grpo.optimizer.lr is inf, expected a finite number"]),
-    ("grpo.alpha=x", ["grpo.alpha is 'x', expected a number or null"]),
     ("grpo.iterations=2.5", ["grpo.iterations is 2.5, expected an integer"]),
     ("arms.ed_grpo=3", ["arms.ed_grpo is 3, expected a mapping"]),
     ("grpo=3", ["grpo is 3, expected a section"]),
-    ("grpo.beta=-1", ["grpo.beta is -1.0, expected a number of at least 0"]),
     ("grpo.beta=${nope}", ["grpo.beta: Interpolation key 'nope' not found"]),
     ("grpo.beta=???", ["a value is needed for grpo.beta", "KEY=VALUE"]),
-    ("data=gsm8q", ["no config gsm8q in group data; did you mean gsm8k? (there are: aime24, "]),
     ("algorithm=ppo", ["algorithm is 'ppo', expected one of none, sft, grpo, idpo"]),
     ("idpo.micro_batch_tokens=100", ["idpo.micro_batch_tokens is 100", "2 * model.seq_length = 128"]),
-    ("seed", ["KEY=VALUE"]),
     ("seed=1,2", ["[a,b]", "-m"]),
     ("hydra.run.dir=x", ["names no setting"]),
     ("arms=[grpo,nois]", ["no config nois in group arm; did you mean noise?"]),
     ("~arms.ed_gpro", ["the config has no arm ed_gpro; did you mean ed_grpo?"]),
-    ("~grpo.iteration", ["no file of the config sets grpo.iteration; did you mean iterations?"]),
     ("output_dir='/tmp/größe", ["output_dir='/tmp/größe", "KEY=VALUE"]),
     ("+arm=grpo", ["arms are chosen by arms=NAME"]),
     ("+data=gsm8k", ["the config chooses data already; data=gsm8k replaces it"]),
@@ -183,7 +160,6 @@ BASE = "defaults: [{model: tiny_llama}, {data: own}, _self_]\nsampling: {max_new
 
 @pytest.mark.parametrize(("data", "more", "key", "place"), [
     ("prompt: '{question}'\n\narithmetic:\n  max_operandd: 3\n", "", "data.arithmetic.max_operandd", "data/own.yaml:4"),
-    ("arithmetic:\n  seed: x\n", "", "data.arithmetic.seed is 'x'", "data/own.yaml:2"),
     ("arithmetic:\n  seed: x\n", "data:\n  arithmetic:\n    seed: y\n", "data.arithmetic.seed is 'y'", "mine.yaml:5"),
     ("", "arms:\n  a:\n    beta: 1\n    optimizer:\n      lr: x\n", "arms.a.optimizer.lr is 'x'", "mine.yaml:7"),
     ("train: ???\ntest: ???\n", "", "data.train", "data/own.yaml:1"),
@@ -247,12 +223,3 @@ def test_a_model_is_evaluated_on_any_benchmarks_test_file_alone(benchmark: str):
 def test_what_does_not_fit_a_run_that_trains_nothing_is_an_error(overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
         compose_run("evaluate", overrides)
-
-
-def test_a_finished_search_may_be_repeated_with_other_settings(tmp_path):
-    first = compose_run("search", [*MODEL, "search.reward_model=PRM"])
-    assert (first.algorithm, first.search.reward_model, first.data.train) == ("none", "PRM", None)
-    folder = RunFolder(tmp_path / "run")
-    folder.open(resolved_yaml(first))
-    folder.close()
-    folder.check_free(resolved_yaml(compose_run("search", [*MODEL, "search.reward_model=PRM", "search.width=7"])))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from generated import model_section
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.config.shipped import shipped_config_dir
@@ -24,17 +25,11 @@ def architecture(model: str) -> dict:
     return dict(model_section(model)["architecture"])
 
 
-def transformers_config(fields: dict):
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**fields)
-
-
 @pytest.mark.parametrize("model", sorted({*MODELS, *PUBLISHED} - {"hf", "tiny_llama"}))
 def test_a_model_has_the_published_number_of_parameters_and_fields_of_transformers(model: str):
     fields = architecture(model)
     assert ModelShape.from_hf(fields, model).parameters == PUBLISHED[model]
-    config = transformers_config(fields)
+    config = AutoConfig.for_model(**fields)
     positions = config.rope_parameters
     assert positions["rope_type"] == ("llama3" if model.startswith("llama") else "default")
     assert positions["rope_theta"] == fields["rope_theta"]
@@ -51,13 +46,11 @@ def test_a_model_has_the_published_number_of_parameters_and_fields_of_transforme
      "moe_intermediate_size": 40},
 ], ids=str)
 def test_parameters_are_those_of_transformers_models(fields: dict, tied: bool):
-    from transformers import AutoModelForCausalLM
-
     fields = {**TINY, **fields, "tie_word_embeddings": tied}
     if fields["model_type"] == "llama":
         fields.setdefault("num_key_value_heads", 4)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(transformers_config(fields))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     assert ModelShape.from_hf(fields, "test").parameters == sum(p.numel() for p in model.parameters())
 
 
