@@ -9,7 +9,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast, Qwen2Config
 
 from nemo_edo.reward_models.formats import OwnSettings, write_own_settings
 from nemo_edo.reward_models.heads import Qwen2ForPrmModel, Qwen2ForProcessRewardModel, own_class, own_config
-from nemo_edo.reward_models.process_reward import encode_responses, require_fitting, scores_or_zeros
+from nemo_edo.reward_models.process_reward import encode_responses, scores_or_zeros
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -92,9 +92,7 @@ def _add_remote_code(folder: Path, model: str, config: str, suffix: str) -> None
         (folder / f"{name}.py").write_text(REMOTE_CODE.format(name=defined))
 
 
-def score_rollouts(model, rollouts, questions, *, separator: str | None = None, zero_too_long: bool = False) -> list:
+def score_rollouts(model, rollouts, questions, *, separator: str | None = None) -> list:
     """The scores of each response's steps, in order."""
     encoded = encode_responses(rollouts, questions, model.format, separator=separator)
-    if not zero_too_long:
-        require_fitting(encoded, model.max_length, "responses")
     return scores_or_zeros(model, encoded, model.max_length)

@@ -61,7 +61,7 @@ def test_auto_decodes_as_many_rows_as_half_of_the_free_memory_holds(
     assert {request: rollout.response_ids for request, rollout in zip(requests, found, strict=True)} == expected
 
 
-def test_a_cpu_decodes_no_more_rows_than_its_cap_and_a_gpu_keeps_a_reserve(available, monkeypatch):
+def test_a_cpu_has_a_cap_of_rows_a_gpu_keeps_a_reserve_and_the_rank_with_the_least_room_decides(available, monkeypatch):
     available(10**15)
     assert rows_that_fit(1000, CPU) == MOST_ON_CPU
     monkeypatch.setattr(free_memory, "free_gpu_memory", lambda: [2 * 2**30 + 10_000_000])
@@ -70,9 +70,6 @@ def test_a_cpu_decodes_no_more_rows_than_its_cap_and_a_gpu_keeps_a_reserve(avail
     monkeypatch.setattr(free_memory, "free_gpu_memory", lambda: [2**30])
     with pytest.raises(UserError, match="rank 0 has 0 bytes"):
         rows_that_fit(1000, torch.device("cuda"))
-
-
-def test_the_rank_with_the_least_room_decides(monkeypatch):
     monkeypatch.setattr(free_memory, "free_host_memory", lambda: [1000, 800, 900])
     monkeypatch.setattr(free_memory, "of_each_rank", lambda number, device: [10, 10, 150])
     assert rows_that_fit(10, CPU) == 3

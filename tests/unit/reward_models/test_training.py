@@ -112,10 +112,6 @@ def response(text: str, reward: float = 0.0, *, problem: str = "p", **fields) ->
     return scored(problem, reward=reward, text=text, **fields)
 
 
-def groups_of(questions, responses, seed: int = 1, **data) -> list:
-    return step_groups(questions, responses, RewardDataConfig(**{"positives": 1, "negatives": 2, **data}), None, seed)
-
-
 @pytest.mark.parametrize(("text", "wrong"), [
     (RIGHT, None),
     ("6 + 3 = 8\n1 + 1 = 2", 0),                    # a wrong sum
@@ -156,7 +152,8 @@ def test_a_group_ranks_a_right_path_against_wrong_ones_first_those_of_its_prefix
     words = [tuple(rng.choice("abc") for _ in range(rng.randint(1, 3))) for _ in range(12)]
     responses = [response("\n".join(word), float(rng.random() < 0.5)) for word in words]
     right, wrong = labelled_paths("q", responses, "\n", None)
-    groups = groups_of({"p": "q"}, responses, positives=positives, negatives=negatives)
+    data = RewardDataConfig(positives=positives, negatives=negatives)
+    groups = step_groups({"p": "q"}, responses, data, None, seed=1)
     assert len(groups) == (min(positives, len(right)) if wrong else 0)
     assert len({group.positive for group in groups}) == len(groups)
     for group in groups:

@@ -78,9 +78,8 @@ def correct_for(right: str):
     (read_verdict, "Both say 4.\n\nVerdict: INCORRECT\n", False),
     (read_verdict, "<think>\nverdict: incorrect\n</think>\nverdict: correct", True),
     *((read_verdict, text, None) for text in (
-        "", "correct", "The verdict: correct", "verdict: correct.", "verdict: correct\nI am sure.",
-        "verdict: incorrect\nverdict: correct", "verdict: correct\nOr is it?\nverdict: correct",
-        "verdict: correct or incorrect", "verdict: incorrectly put", "**verdict: correct**",
+        "", "correct", "verdict: correct.", "verdict: correct\nI am sure.", "verdict: incorrect\nverdict: correct",
+        "verdict: correct\nOr is it?\nverdict: correct", "verdict: incorrectly put", "**verdict: correct**",
         "<think>\nverdict: correct", "verdict: correct\n</think>\n<think>\nverdict: correct")),
     (read_json_verdict, 'It is.\n</think>\n{"verdict": "correct"}', True),
     (read_json_verdict, '```json\n{"verdict": "incorrect"}\n```', False),
@@ -132,7 +131,9 @@ def test_equal_requests_are_sent_once_and_a_report_counts_since_the_last_one(ask
     *((reply, 3, "after 3 attempts") for reply in (
         (500, {"error": "busy"}), (429, {"error": "slow down"}), (200, b"no json"), (200, {"choices": []}), (200, [1]),
         (200, {"choices": [{"message": {"content": 7}}]}))),
-    ((200, "I think so."), 2, "no verdict"), ((200, {"choices": [{"message": {"content": None}}]}), 2, "no verdict"),
+    *(((200, reply), 2, "no verdict") for reply in (
+        "I think so.", {"choices": [{"message": {"content": None}}]},
+        {"choices": [{"message": {"content": "verdict: correct"}, "finish_reason": "content_filter"}]})),
     ((400, {"error": "context length"}), 1, "status 400.*context length"),
 ])  # fmt: skip
 def test_after_its_attempts_the_judge_abstains_with_the_reason(ask, reply, requests: int, reason: str):
@@ -190,13 +191,6 @@ def test_concurrent_processes_keep_every_verdict_though_killed_and_the_first_of_
     first = cache.get("shared")
     cache.put("shared", Reply(not first, "late", 0, 0))
     assert cache.get("shared") == first
-
-
-def test_a_verdict_that_a_filter_withheld_is_none_and_a_reply_without_one_is_shown(ask):
-    filtered = {"choices": [{"message": {"content": "verdict: correct"}, "finish_reason": "content_filter"}]}
-    found = ask(lambda *_: (200, filtered), states("it"), max_abstained=1.0)
-    assert not found.scored[0].has_verdict
-    assert "such as one that ends 'verdict: correct'" in found.judge.report.in_words(found.judge.settings)
 
 
 def test_the_rules_verify_the_same_answers_and_agreement_is_reported(ask, verifier):

@@ -59,15 +59,10 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.parametrize(
-    ("task", "outcome"),
-    [
-        ("spin", TIMED_OUT),
-        ("exhaust", OUT_OF_MEMORY),
-        ("fail", CRASHED),
-        ("die", TaskFailure("ended its process", -signal.SIGKILL)),
-    ],
-)
+@pytest.mark.parametrize(("task", "outcome"), [
+    ("spin", TIMED_OUT), ("exhaust", OUT_OF_MEMORY), ("fail", CRASHED),
+    ("die", TaskFailure("ended its process", -signal.SIGKILL)),
+])
 def test_a_task_above_a_limit_costs_itself_and_the_pool_goes_on(pool_of, task: str, outcome: TaskFailure):
     pool = pool_of(Limits(seconds=0.5, memory_mb=1024, workers=1))
     assert pool.run(f"tasks:{task}", [()]) == [outcome]
