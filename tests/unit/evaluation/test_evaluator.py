@@ -139,9 +139,6 @@ def test_entropy_is_of_the_first_rollouts_tokens_and_pooled_distinct_4_of_all_re
     assert evaluation.mean("distinct_4_pooled") < 0.8 * evaluation.mean("distinct_4")
 
 
-# --- temperatures -----------------------------------------------------------------------------------------------------
-
-
 def test_every_temperature_has_its_own_metrics_and_the_best_is_chosen_on_training_problems_alone():
     def script(request, sampling) -> str:
         """On training problems 0.5 is best, on test problems 1."""
