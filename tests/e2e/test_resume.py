@@ -30,12 +30,14 @@ SETTINGS = [
 ]
 DEATHS = [
     ["nemo_edo.run.inputs:write_builtin_files", 1],
-    ["nemo_edo.megatron.background:Writing.is_finished", 1],  # the first checkpoint's writer has just begun
+    ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 5, "SIGTERM"],  # the fourth step was saved last
+    ["nemo_edo.megatron.background:Writing.is_finished", 1],  # a checkpoint's writer has just begun
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 6],  # the warm-up; two steps are lost
     ["nemo_edo.megatron.checkpoint:write_checksums", 2],  # a checkpoint is half written
     ["nemo_edo.run_folder:RunFolder.write_evaluation", 1],
     ["nemo_edo.run_folder:RunFolder.note", 1],  # the warm-up is done, and nobody knows
     ["nemo_edo.rewards.verifier:ExactAnswerScorer.score", 4],  # the second part of GRPO's first collection
+    ["nemo_edo.rewards.verifier:ExactAnswerScorer.score", 1, "SIGTERM"],  # that part again
     ["nemo_edo.rollouts.store:RolloutStore.write", 3],  # after the two of an evaluation
     ["nemo_edo.run.resume:write_collected", 1],
     ["*/checkpoints/grpo.progress/step_????????", 3],  # after the two events of its being put in place
@@ -47,7 +49,8 @@ DEATHS = [
     ["nemo_edo.report.page:write_report", 1],
     ["nemo_edo.run_folder:RunFolder.note", 1],  # everything is done, and nobody knows
 ]
-"""Where a run of both trainers after a warm-up is killed, one after another, from its beginning to its end."""
+"""Where a run of both trainers after a warm-up is killed or asked to stop, one after another, from its beginning to
+its end."""
 STOPPED_EARLY = [
     "lora.rank=4", "lora.alpha=8", "grpo.dynamic_sampling=false",  # with LoRA it learns too little to be right at times
     "grpo.iterations=4", "early_stop.metric=accuracy", "early_stop.patience=1",
@@ -59,11 +62,6 @@ DEATHS_AROUND_AN_EARLY_STOP = [
     ["nemo_edo.rollouts.store:RolloutStore.write_part", 2],
     ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 2],
 ]
-REQUESTS = [
-    ["nemo_edo.megatron.policy:MegatronPolicy.apply_gradients", 5, "SIGTERM"],
-    ["nemo_edo.rewards.verifier:ExactAnswerScorer.score", 6, "SIGTERM"],
-]
-"""Where a run is asked to stop, one after another."""
 
 
 def assert_same_end(run: Path, expected: Path) -> None:
@@ -95,7 +93,6 @@ def runs(train, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
     plan = {
         "whole": (train("whole"), []),
         "everywhere": (train("everywhere"), DEATHS),
-        "asked": (train("asked"), REQUESTS),
         "early": (train("early", *STOPPED_EARLY), []),
         "early and killed": (train("early and killed", *STOPPED_EARLY), DEATHS_AROUND_AN_EARLY_STOP),
         "collected": (train("collected", verb="collect"), []),
@@ -105,11 +102,14 @@ def runs(train, nemo_edo) -> tuple[Path, dict[str, list[dict]]]:
     return train.folder, {name: attempts(nemo_edo, command, ends) for name, (command, ends) in plan.items()}
 
 
-def test_a_run_killed_in_every_stage_ends_as_one_that_was_not(runs):
+def test_a_run_killed_and_asked_to_stop_in_every_stage_ends_as_one_that_was_not(runs):
     folder, attempts = runs
-    *killed, last = attempts["everywhere"]
-    assert [attempt["status"] for attempt in killed] == [-9] * len(DEATHS), last["said"]
-    assert last["status"] == 0, last["said"]
+    *ended, last = attempts["everywhere"]
+    assert [attempt["status"] for attempt in ended] == [os.EX_TEMPFAIL if "SIGTERM" in end else -9 for end in DEATHS]
+    assert last["status"] == 0 and "resuming the unfinished run" in last["said"], last["said"]
+    asked = [" ".join(attempt["said"].split()) for attempt in ended if attempt["status"] == os.EX_TEMPFAIL]
+    assert all("the same command resumes the run" in said for said in asked)
+    assert "everything up to step 5 of this stage saved" in asked[0]
     assert_same_end(folder / "everywhere", folder / "whole")
 
 
@@ -121,17 +121,6 @@ def test_a_run_with_lora_killed_around_an_early_stop_stops_there_again(runs):
     assert "stopped after 1 of 4 iterations" in " ".join(attempts["early"][0]["said"].split())
     assert not (folder / "early and killed" / "rollouts" / "grpo" / "iter_00001").exists()
     assert_same_end(folder / "early and killed", folder / "early")
-
-
-def test_a_run_that_is_asked_to_stop_saves_says_so_with_status_75_and_resumes(runs):
-    folder, attempts = runs
-    *asked, last = attempts["asked"]
-    assert [attempt["status"] for attempt in asked] == [os.EX_TEMPFAIL] * len(REQUESTS)
-    assert all("the same command resumes the run" in attempt["said"] for attempt in asked)
-    # The first request comes in the fifth step, when the fourth was the last to be saved: nothing of a step is lost.
-    assert "everything up to step 5 of this stage saved" in " ".join(asked[0]["said"].split())
-    assert "resuming the unfinished run" in last["said"]
-    assert_same_end(folder / "asked", folder / "whole")
 
 
 def test_collect_writes_rollouts_that_training_finds_and_uses(runs):
@@ -160,9 +149,6 @@ def test_a_finished_run_leaves_the_final_and_the_best_checkpoints_alone(runs):
         for name, t in zip(names, best, strict=True):
             about = json.loads((folder / run / "checkpoints" / name / "about.json").read_text())["extra"]
             assert about == {"metric": "accuracy", "value": evaluated[t], "iteration": t}
-
-
-# --- two processes ------------------------------------------------------------------------------------------------
 
 
 def wait_for_steps(launcher: subprocess.Popen, run: Path, count: int) -> None:
