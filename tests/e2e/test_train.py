@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,17 +52,34 @@ class Finished:
         return pd.read_parquet(self.folder / "rollouts" / arm / f"iter_{iteration:05d}" / "rank_0_of_1.parquet")
 
 
+def record_models(out: str) -> None:
+    """In a run's process: ``out`` will have a line for each model: how many earlier ones are alive as it is built."""
+    from nemo_edo.worker.worker import Worker
+
+    models: list[weakref.ref] = []
+    drop, build = Worker.drop, Worker.build
+
+    def dropped(worker):
+        drop(worker)
+        with Path(out).open("a") as file:
+            file.write(f"{sum(model() is not None for model in models)}\n")
+
+    def built(worker, *args):
+        place = build(worker, *args)
+        chunk = worker.model.built.chunks[0]
+        models.extend(map(weakref.ref, (worker.model, chunk, next(chunk.parameters()))))  # an optimizer has the last
+        return place
+
+    Worker.drop, Worker.build = dropped, built
+
+
 @pytest.fixture(scope="module")
-def own_problems(tmp_path_factory) -> list[str]:
+def arguments(tmp_path_factory) -> list[str]:
     """Some solutions of the warm-up are wrong, so that about half is answered rightly."""
-    return write_sums(tmp_path_factory.mktemp("problems"), lambda a, b: (4 * (a - 1) + b - 1) % 6 == 1)
-
-
-@pytest.fixture(scope="module")
-def arguments(tmp_path_factory, own_problems) -> list[str]:
     output = tmp_path_factory.mktemp("runs")
+    problems = write_sums(tmp_path_factory.mktemp("problems"), lambda a, b: (4 * (a - 1) + b - 1) % 6 == 1)
     return ["train", "--config-name=quickstart", "name=tiny", f"output_dir={output}", *SETTINGS,
-            f"+arms={{grpo: {{alpha: 0}}, {EXPLORING_ARM}}}", "replicate_baseline=true", *own_problems]
+            f"+arms={{grpo: {{alpha: 0}}, {EXPLORING_ARM}}}", "replicate_baseline=true", *problems]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +87,8 @@ def runs(arguments, nemo_edo) -> tuple[Finished, Finished]:
     """The job run twice by the same command."""
     composed = compose_run("quickstart", arguments[2:])
     folder = Path(composed.output_dir) / composed.name
-    first, second = nemo_edo.succeed(*arguments), nemo_edo.succeed(*arguments)
+    recorded = [("tests.e2e.test_train:record_models", str(folder.with_name("alive")))]
+    first, second = nemo_edo.succeed(*arguments, before=recorded), nemo_edo.succeed(*arguments)
     return Finished.of(folder.with_name("tiny.1"), first), Finished.of(folder, second)
 
 
@@ -78,24 +97,9 @@ def first(runs) -> Finished:
     return runs[0]
 
 
-@pytest.fixture(scope="module")
-def afterwards(runs, nemo_edo, tmp_path_factory) -> dict[str, str]:
-    """What evaluate, report and export printed of the runs, by the command's name."""
-    first, second = runs
-    (first.folder / "report.html").unlink()
-    out = tmp_path_factory.mktemp("exported")
-    return {"evaluate": nemo_edo.succeed("evaluate", str(second.folder)),
-            "report": nemo_edo("report", str(first.folder)).stdout,
-            **{arm: nemo_edo.succeed("export", str(second.folder), str(out / arm), f"--arm={arm}")
-               for arm in ("warmup", "grpo")}, "exported": str(out)}
-
-
-# --- the run folder -----------------------------------------------------------------------------------------------
-
-
 def test_the_run_folder_has_all_files_and_its_config_yaml_composes_to_the_runs_config(arguments, first: Finished):
     expected = {"config.yaml", "metrics.jsonl", "summary.json", "samples.json", "base/config.json",
-                "base/model.safetensors", "base/tokenizer.json"}
+                "base/model.safetensors", "base/tokenizer.json", "report.html"}
     expected |= {f"evaluations/{arm}.json" for arm in ("warmup", *ARMS)}
     expected |= {f"checkpoints/{arm}/metadata.json" for arm in ("warmup", *ARMS)}
     expected |= {f"rollouts/{arm}/iter_{t:05d}/rank_0_of_1.parquet" for arm in ARMS for t in range(ITERATIONS)}
@@ -113,9 +117,6 @@ def test_metrics_have_a_line_for_each_step_collection_and_evaluation(first: Fini
     steps = first.of_kind("train_step", "grpo")
     assert [line["step"] for line in steps] == list(range(ITERATIONS * STEPS_PER_ITERATION))
     assert {line["skipped_steps"] for line in steps} == {0} and "guard" not in {line["kind"] for line in first.lines}
-
-
-# --- what was trained ---------------------------------------------------------------------------------------------
 
 
 def test_the_first_step_of_each_iteration_is_on_policy_up_to_rounding_and_later_ones_are_not(first: Finished):
@@ -150,7 +151,8 @@ def test_the_replicate_is_the_baseline_with_other_samples_of_the_same_problems(f
     assert not set(ours["seed"]) & set(theirs["seed"])
 
 
-# --- the same again -----------------------------------------------------------------------------------------------
+def test_no_arms_model_is_alive_when_the_next_is_built_so_that_many_arms_need_the_memory_of_one(first: Finished):
+    assert first.folder.with_name("alive").read_text().split() == ["0"] * (1 + len(TRAINED))
 
 
 def test_the_same_command_gives_the_same_metrics_rollouts_and_evaluations_and_keeps_the_earlier_run(runs):
@@ -165,11 +167,9 @@ def test_the_same_command_gives_the_same_metrics_rollouts_and_evaluations_and_ke
     assert (first.folder / "config.yaml").read_text() == (second.folder / "config.yaml").read_text()
 
 
-# --- evaluate, report, export -------------------------------------------------------------------------------------
-
-
-def test_evaluate_reproduces_the_runs_evaluations_exactly(runs, afterwards):
+def test_evaluate_reproduces_the_runs_evaluations_exactly(runs, nemo_edo):
     second = runs[1]
+    nemo_edo.succeed("evaluate", str(second.folder))
     again = Finished.of(second.folder, "")
     assert again.evaluations == second.evaluations
     added = again.lines[len(second.lines):]
@@ -179,10 +179,12 @@ def test_evaluate_reproduces_the_runs_evaluations_exactly(runs, afterwards):
 
 
 @torch.inference_mode()
-def test_transformers_computes_the_rollouts_logprobs_from_the_exported_warm_up(first: Finished, afterwards):
+def test_transformers_computes_the_rollouts_logprobs_from_the_exported_warm_up(runs, nemo_edo, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(Path(afterwards["exported"]) / "warmup").eval()
+    first, second = runs
+    nemo_edo.succeed("export", str(second.folder), str(tmp_path / "warmup"), "--arm=warmup")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "warmup").eval()
     for row in first.rollouts("grpo", 0).itertuples():
         ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
         logprobs = model(ids).logits[0, :-1].float().log_softmax(dim=-1).gather(1, ids[0, 1:, None]).squeeze(1)
