@@ -149,19 +149,31 @@ def test_samples_are_found_by_search_and_filters(opened, search, filter_, policy
     assert shown is None or responses == shown
 
 
-def test_every_chart_has_visible_traces_within_its_frame(opened):
+def test_with_everything_unfolded_charts_are_in_their_frames_nothing_is_too_wide_and_no_text_is_small(opened):
     opened.execute_script("document.querySelectorAll('details').forEach((details) => details.open = true)")
     opened.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 500))")
-    charts = opened.execute_script("""
-        return [...document.querySelectorAll(".js-plotly-plot")].map((chart) => {
-          const size = (node) => { const box = node.getBoundingClientRect(); return Math.max(box.width, box.height); };
+    charts, needed, width, boxes, nodes, small = opened.execute_script("""
+        const size = (node) => { const box = node.getBoundingClientRect(); return Math.max(box.width, box.height); };
+        const charts = [...document.querySelectorAll(".js-plotly-plot")].map((chart) => {
           const drawn = [...chart.querySelectorAll(".trace path.js-line, .trace path.point")].filter(size);
           const frame = chart.closest("figure").getBoundingClientRect();
           const svg = chart.querySelector(".main-svg").getBoundingClientRect();
           return [chart.id, drawn.length, svg.left >= frame.left && svg.right <= frame.right];
-        });""")
+        });
+        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), small = [];
+        while (walker.nextNode()) {
+          const owner = walker.currentNode.parentElement;
+          if (!walker.currentNode.data.trim() || !owner.getClientRects().length) continue;
+          if (parseFloat(getComputedStyle(owner).fontSize) < 12) small.push(walker.currentNode.data);
+        }
+        return [charts, document.documentElement.scrollWidth, innerWidth,
+                [...document.querySelectorAll(".scroll")].map((box) => box.getBoundingClientRect().right),
+                [...document.querySelectorAll(".tree .node")].filter((n) => n.getBoundingClientRect().width).length,
+                small];""")
     assert len(charts) == CHARTS
     assert [chart for chart in charts if chart[1] == 0 or not chart[2]] == []
+    assert needed <= width and boxes and max(boxes) <= width
+    assert (nodes, small) == (7, [])
 
 
 LOOK = """
@@ -200,23 +212,6 @@ def test_no_chart_leaves_its_frame_in_any_picture_of_the_first_second(driver, pa
     common = [[min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])]
               for place, a in enumerate(frames) for b in frames[:place]]
     assert max(map(min, common)) <= 1
-
-
-def test_with_everything_unfolded_nothing_is_wider_than_the_page_and_no_text_is_small(opened):
-    needed, width, boxes, nodes, small = opened.execute_script("""
-        document.querySelectorAll("details").forEach((details) => details.open = true);
-        const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), small = [];
-        while (walker.nextNode()) {
-          const owner = walker.currentNode.parentElement;
-          if (!walker.currentNode.data.trim() || !owner.getClientRects().length) continue;
-          if (parseFloat(getComputedStyle(owner).fontSize) < 12) small.push(walker.currentNode.data);
-        }
-        return [document.documentElement.scrollWidth, innerWidth,
-                [...document.querySelectorAll(".scroll")].map((box) => box.getBoundingClientRect().right),
-                [...document.querySelectorAll(".tree .node")].filter((n) => n.getBoundingClientRect().width).length,
-                small];""")
-    assert needed <= width and boxes and max(boxes) <= width
-    assert (nodes, small) == (7, [])
 
 
 def test_nothing_is_fetched_and_a_script_in_the_runs_text_is_shown_and_does_not_run(opened, page):
