@@ -191,13 +191,11 @@ class MegatronEngine:
             logprobs = torch.empty(len(decoding.rows), device=self.device)
         # The ranks that share the last stage have the same logits but for rounding, and a sum on CUDA need not round
         # twice in the same way: one of them chooses for all.
-        for group, source in (
-            (parallel_state.get_tensor_model_parallel_group(), parallel_state.get_tensor_model_parallel_src_rank()),
-            (
-                parallel_state.get_pipeline_model_parallel_group(),
-                parallel_state.get_pipeline_model_parallel_last_rank(),
-            ),
-        ):
+        choosers = {
+            parallel_state.get_tensor_model_parallel_group(): parallel_state.get_tensor_model_parallel_src_rank(),
+            parallel_state.get_pipeline_model_parallel_group(): parallel_state.get_pipeline_model_parallel_last_rank(),
+        }
+        for group, source in choosers.items():
             if group.size() > 1:
                 for tensor in (tokens, logprobs):
                     torch.distributed.broadcast(tensor, src=source, group=group)

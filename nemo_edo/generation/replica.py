@@ -20,10 +20,8 @@ from nemo_edo.utils.files import end_of_log
 from nemo_edo.utils.http import ApiKey, Fault, ServerError, exchange, open_session
 from nemo_edo.utils.processes import end_session, kept
 
-POLL_EVERY_S = 0.25
-"""Seconds between two health checks of a server that is starting."""
-START = "--- start"
-"""How a line of a server's log begins that tells of a start."""
+POLL_EVERY_S = 0.25  # seconds between two health checks of a server that is starting
+START = "--- start"  # how a line of a server's log begins that tells of a start
 PORTS = range(20_000, 32_768)
 TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                      "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -37,14 +35,10 @@ of NVIDIA's turn TF32 on."""
 class Replica:
     """A server at a URL, and blocking requests to it. ``dispatch.py`` sends many requests concurrently."""
 
-    is_managed = False
-    """Whether the run starts, restarts and stops the server."""
-    starts = 0
-    """Starts so far; requests sent before the last one are lost. 0: the run does not start it."""
-    model_folder: Path | None = None
-    """What a managed server's next start loads."""
-    health = HEALTH
-    """The path that a healthy server answers."""
+    is_managed = False  # whether the run starts, restarts and stops the server
+    starts = 0  # starts so far; requests sent before the last one are lost. 0: the run does not start it
+    model_folder: Path | None = None  # what a managed server's next start loads
+    health = HEALTH  # the path that a healthy server answers
 
     def __init__(
         self,
@@ -55,28 +49,20 @@ class Replica:
         ready_limit_s: float = 900.0,
         has_worker_extension: bool = False,
     ) -> None:
-        """name: for messages. key: sent with every request. ready_limit_s: seconds until it must answer. The run's job
-        may have started the server at the URL with the extension of ``inside_server/``."""
+        """name: for messages. key: sent with every request. ready_limit_s: seconds until it must answer.
+        has_worker_extension: that of ``inside_server/``, which servers have that the run or its job has started."""
         self.name = name
         self.url = url.rstrip("/")
         self.key = ApiKey(key)
         self.has_worker_extension = has_worker_extension
-        self.model_name = ""
-        """What requests call the model; known once the server is ready."""
-        self.served = ""
-        """The model, by its name and by what the server says that it loaded."""
-        self.max_length: int | None = None
-        """Tokens of prompt and response that the server accepts; None: it does not say."""
-        self._ready_limit_s = ready_limit_s
+        self.model_name = ""  # what requests call the model; known once the server is ready
+        self.served = ""  # the model, by its name and by what the server says that it loaded
+        self.max_length: int | None = None  # tokens of prompt and response that it accepts; None: it does not say
+        self.ready_limit_s = ready_limit_s
         self._last_fault = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.url else self.name
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the run, or its job, has started the server."""
-        return self.is_managed or self.has_worker_extension
 
     @property
     def has_ended(self) -> bool:
@@ -94,19 +80,16 @@ class Replica:
     def stop(self) -> None:
         """Stops a managed server; does nothing for others."""
 
-    def wait_until_ready(self, limit_s: float | None = None) -> None:
-        """Waits until the server is healthy and names its model. limit_s: None: ``ready_limit_s``.
-
-        Raises ServerError, with the end of the log, after the limit, or as soon as the process has ended.
-        """
-        limit_s = self._ready_limit_s if limit_s is None else limit_s
-        deadline = time.monotonic() + limit_s
+    def wait_until_ready(self) -> None:
+        """Waits until the server is healthy and names its model. Raises ServerError, with the end of the log, after
+        ``ready_limit_s``, or as soon as the process has ended."""
+        deadline = time.monotonic() + self.ready_limit_s
         while not self.is_healthy():
             if self.has_ended:
                 raise ServerError(f"{self}: {self.ending()}")
             if time.monotonic() > deadline:
                 why = "" if self.is_managed else f": {self._last_fault}"
-                raise ServerError(f"{self} is not ready after {limit_s:g} s{why}{self.log_tail()}")
+                raise ServerError(f"{self} is not ready after {self.ready_limit_s:g} s{why}{self.log_tail()}")
             time.sleep(POLL_EVERY_S)
         self.read_models()
 
@@ -155,10 +138,8 @@ class Replica:
         self, session: aiohttp.ClientSession, method: str, path: str, limit_s: float, **options: Any
     ) -> Any:
         """``utils.http.exchange`` with this server."""
-        url, server = self.url + path, str(self)
-        return await exchange(
-            session, method, url, self.key, server=server, limit_s=limit_s, is_own=self.is_own, **options
-        )
+        url, server, is_own = self.url + path, str(self), self.has_worker_extension
+        return await exchange(session, method, url, self.key, server=server, limit_s=limit_s, is_own=is_own, **options)
 
     def open_session(self) -> aiohttp.ClientSession:
         return open_session(self.key)
@@ -183,8 +164,7 @@ class ManagedReplica(Replica):
         self.model_folder = model_folder
         self.api = api
         self.starts = 0
-        self.process: subprocess.Popen | None = None
-        """The keeper of the server's processes; None before a start and after ``stop``."""
+        self.process: subprocess.Popen | None = None  # the keeper of its processes; None before a start, after ``stop``
 
     @property
     def has_ended(self) -> bool:
@@ -213,8 +193,8 @@ class ManagedReplica(Replica):
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def wait_until_ready(self, limit_s: float | None = None) -> None:
-        super().wait_until_ready(limit_s)
+    def wait_until_ready(self) -> None:
+        super().wait_until_ready()
         expected = self.api.model_name(self.model_folder)
         if self.model_name != expected:
             # Another process may have taken the port after free_port() found it.

@@ -22,8 +22,7 @@ class MegatronGPTExploringModel(MegatronGPTModel):
     """What ED-GRPO and ED-iDPO share: a frozen reference, and a loss with an exploration term."""
 
     measures_tokens = True
-    reference: Weights | None = None
-    """A copy of its weights, where one is needed."""
+    reference: Weights | None = None  # a copy of its weights, where one is needed
     _has_reference = False
 
     def token_metrics(self, batch: TrainingBatch, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nemo_edo.parallel.softmax_state import FLOOR, ResultGradients, RunningSoftmax
 
-TILE = 4096
-"""Columns that a program has in its registers at a time, with 8 warps."""
+TILE = 4096  # columns that a program has in its registers at a time, with 8 warps
 _FLOOR = tl.constexpr(FLOOR)
 
 

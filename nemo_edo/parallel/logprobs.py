@@ -25,8 +25,7 @@ CHUNK_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 BLOCK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 """Logits of a block: what is in memory at a time, and enough for matrix products at full speed. On a CPU the threads
 wait for each other several times in every block: smaller ones take longer the more other work the machine has."""
-MIN_COLUMNS = 128
-"""Fewest columns of a block, however many positions there are: every block reads all hidden states."""
+MIN_COLUMNS = 128  # fewest columns of a block, however many positions there are: every block reads all hidden states
 
 
 def vocab_parallel_logprobs_and_entropy(
@@ -57,8 +56,7 @@ def vocab_parallel_logprobs_and_entropy(
     if overwrite_logits and logits_shard.is_leaf and logits_shard.requires_grad:
         raise ValueError("overwrite_logits needs logits that were computed; these are a leaf of the graph")
     *positions, columns = logits_shard.shape
-    vocab_size = _check_arguments(targets, positions, columns, group, temperature, vocab_size)
-    real = min(max(vocab_size - vocab_start, 0), columns)
+    real = _real_columns(targets, positions, columns, vocab_start, group, temperature, vocab_size)
     return _OfLogits.apply(logits_shard, targets, targets - vocab_start, group, temperature, real, overwrite_logits)
 
 
@@ -109,20 +107,21 @@ def linear_logprobs_and_entropy(
         raise ValueError(f"hidden has type {hidden.dtype}, weight_shard {weight_shard.dtype}")
     if hidden.shape[-1] != weight_shard.shape[1]:
         raise ValueError(f"hidden has {hidden.shape[-1]} features, weight_shard {weight_shard.shape[1]}")
-    vocab_size = _check_arguments(targets, hidden.shape[:-1], len(weight_shard), group, temperature, vocab_size)
-    real = min(max(vocab_size - vocab_start, 0), len(weight_shard))
+    positions, columns = hidden.shape[:-1], len(weight_shard)
+    real = _real_columns(targets, positions, columns, vocab_start, group, temperature, vocab_size)
     return _OfHiddenStates.apply(hidden, weight_shard, targets, targets - vocab_start, group, temperature, real)
 
 
-def _check_arguments(
+def _real_columns(
     targets: Tensor,
     positions: Sequence[int],
     columns: int,
+    vocab_start: int,
     group: dist.ProcessGroup | None,
     temperature: float,
     vocab_size: int | None,
 ) -> int:
-    """The vocabulary's size."""
+    """How many of this process's columns are no padding, once the arguments are checked."""
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}, expected a number above 0")
     if list(targets.shape) != list(positions):
@@ -132,7 +131,7 @@ def _check_arguments(
     # Reading a GPU's tensor would wait for all that is queued: there, who makes the batch checks its ids.
     if targets.device.type == "cpu" and ((targets < 0) | (targets >= vocab_size)).any():
         raise ValueError(f"targets must be in [0, {vocab_size}), found {targets.min()} to {targets.max()}")
-    return vocab_size
+    return min(max(vocab_size - vocab_start, 0), columns)
 
 
 class _OfLogits(torch.autograd.Function):
@@ -248,8 +247,7 @@ def add_columns(
     if _has_kernels(logits):
         from nemo_edo.parallel import kernels
 
-        kernels.add_columns(softmax, logits, targets, temperature)
-        return
+        return kernels.add_columns(softmax, logits, targets, temperature)
     z = logits.to(compute_dtype(logits), copy=not overwrite)
     if temperature != 1:
         z.div_(temperature)
@@ -271,8 +269,7 @@ def write_gradient(out: Tensor, logits: Tensor, targets: Tensor, temperature: fl
     if _has_kernels(logits):
         from nemo_edo.parallel import kernels
 
-        kernels.write_gradient(out, logits, targets, temperature, results)
-        return
+        return kernels.write_gradient(out, logits, targets, temperature, results)
     z = out if out.dtype == compute_dtype(logits) else torch.empty_like(out, dtype=compute_dtype(logits))
     z.copy_(logits)
     if temperature != 1:

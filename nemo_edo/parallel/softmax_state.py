@@ -20,14 +20,10 @@ the product, which would be NaN with -inf."""
 class RunningSoftmax:
     """Statistics of N positions over the columns seen so far; each [N], in fp32, or in fp64 for fp64 logits."""
 
-    maximum: Tensor
-    """Largest z so far; the lowest finite number before any column."""
-    sum_exp: Tensor
-    """Sum of exp(z - maximum)."""
-    sum_exp_z: Tensor
-    """Sum of exp(z - maximum) (z - maximum)."""
-    target: Tensor
-    """z of the target, or 0 where its column was not seen."""
+    maximum: Tensor  # largest z so far; the lowest finite number before any column
+    sum_exp: Tensor  # sum of exp(z - maximum)
+    sum_exp_z: Tensor  # sum of exp(z - maximum) (z - maximum)
+    target: Tensor  # z of the target, or 0 where its column was not seen
 
     @classmethod
     def start(cls, like: Tensor, positions: int) -> RunningSoftmax:
@@ -74,10 +70,8 @@ class ResultGradients:
 
     log_sum_exp: Tensor
     entropy: Tensor
-    of_log_prob: Tensor
-    """d loss / d log p(target)."""
-    of_entropy: Tensor | None
-    """d loss / dH; None where the loss does not depend on the entropy."""
+    of_log_prob: Tensor  # d loss / d log p(target)
+    of_entropy: Tensor | None  # d loss / dH; None where the loss does not depend on the entropy
 
     @classmethod
     def of(

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,7 @@ from nemo_edo.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 BASE = "base"
-SHARD_BYTES = 5 * 10**9
-"""Bytes of a file of weights, at most."""
+SHARD_BYTES = 5 * 10**9  # of a file of weights, at most
 
 
 class WeightFolders:
@@ -88,6 +88,7 @@ def require_room(root: Path, needed: int) -> None:
         )
 
 
+@dataclass(eq=False, repr=False)
 class DiskSync:
     """A WeightSync of vLLM servers, which reload weights in place; the weights' name is the folder's path.
 
@@ -95,38 +96,28 @@ class DiskSync:
     The subclasses are for servers that load weights in another way.
     """
 
-    def __init__(
-        self,
-        engine: ServerEngine,
-        folders: WeightFolders,
-        *,
-        attempts: int,
-        limit_s: float,
-        sleep: SleepOnTrainersGPUs | None = None,
-    ) -> None:
-        """attempts: per server. limit_s: seconds that a server may take to load weights. sleep: where servers share
-        the trainer's GPUs."""
-        self._engine = engine
-        self._folders = folders
-        self._attempts = attempts
-        self._limit_s = limit_s
-        self._sleep = sleep
-        self._version: int | None = None
-        """The version of this policy that the servers have; None: none."""
-        self._folder: Path | None = None
-        """The folder of that version."""
-        engine.weights = self
+    engine: ServerEngine
+    folders: WeightFolders
+    _: KW_ONLY
+    attempts: int  # per server
+    limit_s: float  # seconds that a server may take to load weights
+    sleep: SleepOnTrainersGPUs | None = None  # where servers share the trainer's GPUs
+
+    def __post_init__(self) -> None:
+        self._version: int | None = None  # of this policy, that the servers have
+        self._folder: Path | None = None  # of that version
+        self.engine.weights = self
 
     def push(self, version: int) -> None:
         """``WeightSync``. Raises ServerError where no server takes the weights."""
         if version == self._version:
             return
         begin = time.monotonic()
-        folder = self._folders.write(version)
+        folder = self.folders.write(version)
         num_bytes, written = sum(file.stat().st_size for file in folder.iterdir()), time.monotonic()
-        if self._sleep is not None:
-            self._sleep.make_room()
-        engine, replicas = self._engine, [*self._engine.replicas, *self._engine.excluded]
+        if self.sleep is not None:
+            self.sleep.make_room()
+        engine, replicas = self.engine, [*self.engine.replicas, *self.engine.excluded]
         with ThreadPoolExecutor(max_workers=len(replicas)) as pool:
             errors = list(pool.map(lambda replica: self._try_to_push(replica, folder), replicas))
         failed = [(replica, error) for replica, error in zip(replicas, errors, strict=True) if error is not None]
@@ -145,12 +136,12 @@ class DiskSync:
             "refit %d: %.2f GB written in %.1f s and loaded by %d servers in %.1f s",
             version, num_bytes / 1e9, written - begin, len(engine.replicas), time.monotonic() - written,
         )  # fmt: skip
-        self._folders.keep_only(folder)
+        self.folders.keep_only(folder)
 
     def release(self) -> None:
         """``WeightSync``. Sleeping servers lose their weights."""
-        if self._sleep is not None:
-            self._sleep.begin(self._engine.replicas)
+        if self.sleep is not None:
+            self.sleep.begin(self.engine.replicas)
             self._version = None
 
     def restore(self, replica: Replica) -> None:
@@ -165,13 +156,13 @@ class DiskSync:
         require_weights(replica, str(self._folder))
 
     def _try_to_push(self, replica: Replica, folder: Path) -> ServerError | None:
-        for _ in range(self._attempts):
+        for _ in range(self.attempts):
             try:
-                if self._sleep is not None:
-                    self._sleep.wake_for_weights(replica)
+                if self.sleep is not None:
+                    self.sleep.wake_for_weights(replica)
                 self._load(replica, folder)
-                if self._sleep is not None:
-                    self._sleep.wake_for_requests(replica)
+                if self.sleep is not None:
+                    self.sleep.wake_for_requests(replica)
                 return None
             except ServerError as error:
                 last = error
@@ -196,7 +187,7 @@ class DiskSync:
         # The worker extension renews a tied output layer, too (generation/inside_server/tied_head.py).
         method = "reload_policy" if replica.has_worker_extension else "reload_weights"
         body = {"method": method, "kwargs": {"weights_path": str(folder)}}
-        replica.request("POST", "/collective_rpc", json=body, timeout_s=self._limit_s)
+        replica.request("POST", "/collective_rpc", json=body, timeout_s=self.limit_s)
 
     def _restart_folder(self, folder: Path) -> Path:
         """The model folder for the start of a server."""
@@ -216,19 +207,19 @@ class AdapterSync(DiskSync):
 
     def _load(self, replica: Replica, folder: Path) -> None:
         if Path(name_of_weights(replica)).parent != folder.parent:  # another policy's
-            self._reload(replica, self._folders.base)
+            self._reload(replica, self.folders.base)
         self._after_restart(replica, folder)
         reset_prefix_cache(replica)
 
     def _restart_folder(self, folder: Path) -> Path:
-        return self._folders.base
+        return self.folders.base
 
     def _after_restart(self, replica: Replica, folder: Path) -> None:
         for model in replica.request("GET", MODELS)["data"]:
             if (name := model["id"]) != replica.model_name:
                 replica.request("POST", "/v1/unload_lora_adapter", json={"lora_name": name}, answers_json=False)
         body = {"lora_name": self._served_model(replica, folder), "lora_path": str(folder)}
-        replica.request("POST", "/v1/load_lora_adapter", json=body, timeout_s=self._limit_s, answers_json=False)
+        replica.request("POST", "/v1/load_lora_adapter", json=body, timeout_s=self.limit_s, answers_json=False)
         name_weights(replica, str(folder))
 
     def _served_model(self, replica: Replica, folder: Path) -> str:

@@ -21,8 +21,7 @@ from torch import Tensor
 from nemo_edo.utils.http import ServerError
 
 ID_BYTES = 128
-OLDEST = 21400
-"""NCCL 2.14: the first with communicators that do not block."""
+OLDEST = 21400  # NCCL 2.14: the first with communicators that do not block
 _SUCCESS, _IN_PROGRESS, _SUM = 0, 7, 0
 _POLL_S = 2e-4
 _TYPES = {
@@ -135,10 +134,8 @@ class Communicator:
     def join(self, rank: int, size: int, check: Callable[[], None]) -> None:
         """Returns once all ranks have joined, and have added up a number, as vLLM's workers do first."""
         self._communicator = c_void_p()
-        shared, config = (
-            _UniqueId.from_buffer_copy(self.unique_id),
-            _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, OLDEST, 0),
-        )
+        shared = _UniqueId.from_buffer_copy(self.unique_id)
+        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, OLDEST, 0)
         place = byref(self._communicator)
         self._call("ncclCommInitRankConfig", check, place, size, shared, rank, byref(config), waits=False)
         self._collective("ncclAllReduce", torch.zeros(1, device=self._device), _SUM, check)

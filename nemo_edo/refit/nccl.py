@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor
@@ -31,40 +32,28 @@ STUCK_AFTER_S = 5.0
 """Once a refit has failed, a server that has not answered by then waits in NCCL for a rank that will not come."""
 
 
+@dataclass(eq=False, repr=False)
 class NCCLSync:
     """A WeightSync of vLLM servers with GPUs. The trainer is rank 0 of a group, and the servers' workers are the
     others; they keep it until one of them is restarted."""
 
-    def __init__(
-        self,
-        engine: ServerEngine,
-        workers: Workers,
-        new_group: Callable[[], Communicator],
-        *,
-        name: str,
-        attempts: int,
-        limit_s: float,
-        bucket_bytes: int,
-    ) -> None:
-        """name: of the policy, unique; the weights of each version are named after it. attempts: per refit, each after
-        a failure with a new group. limit_s: seconds that the servers may take for a refit. bucket_bytes: a bucket ends
-        with the weight that exceeds it."""
-        self._engine = engine
-        self._workers = workers
-        self._new_group = new_group
-        self._name = name
-        self._attempts = attempts
-        self._limit_s = limit_s
-        self._bucket_bytes = bucket_bytes
-        self._buckets: list[int] = []
-        """Bytes of each."""
+    engine: ServerEngine
+    workers: Workers
+    new_group: Callable[[], Communicator]
+    _: KW_ONLY
+    name: str  # of the policy, unique; the weights of each version are named after it
+    attempts: int  # per refit, each after a failure with a new group
+    limit_s: float  # seconds that the servers may take for a refit
+    bucket_bytes: int  # a bucket ends with the weight that exceeds it
+
+    def __post_init__(self) -> None:
+        self._buckets: list[int] = []  # bytes of each
         self._version: int | None = None
         self._described: dict[str, list] | None = None
         """vLLM's NCCLWeightTransferUpdateInfo: the weights in the order in which they are sent."""
         self._group: Communicator | None = None
-        self._members: list[tuple[str, int]] = []
-        """URL and number of starts of each server in the group."""
-        engine.weights = self
+        self._members: list[tuple[str, int]] = []  # URL and number of starts of each server in the group
+        self.engine.weights = self
 
     def push(self, version: int) -> None:
         """``WeightSync``. Raises ServerError where a server has not taken the weights in any attempt."""
@@ -80,22 +69,22 @@ class NCCLSync:
                 described["shapes"].append(list(weight.shape))
                 sizes.append(weight.nbytes)
 
-            self._workers.call(Worker.stream_weights, own=describe)
-            self._described, self._buckets = described, bucket_sizes(sizes, self._bucket_bytes)
+            self.workers.call(Worker.stream_weights, own=describe)
+            self._described, self._buckets = described, bucket_sizes(sizes, self.bucket_bytes)
         begin = time.monotonic()
-        for attempt in range(1, self._attempts + 1):
+        for attempt in range(1, self.attempts + 1):
             try:
-                with ThreadPoolExecutor(max_workers=len(self._engine.replicas)) as pool:
-                    self._try_to_push(f"{self._name}/{version}", pool)
+                with ThreadPoolExecutor(max_workers=len(self.engine.replicas)) as pool:
+                    self._try_to_push(f"{self.name}/{version}", pool)
                 break
             except ServerError as error:
-                if attempt == self._attempts:
+                if attempt == self.attempts:
                     raise ServerError(f"no refit in {attempt} attempts: {error}") from error
         logger.info(
             "refit %d: %.2f GB in %d buckets to %d servers in %.1f s",
-            version, sum(self._buckets) / 1e9, len(self._buckets), len(self._engine.replicas), time.monotonic() - begin,
+            version, sum(self._buckets) / 1e9, len(self._buckets), len(self.engine.replicas), time.monotonic() - begin,
         )  # fmt: skip
-        self._engine.policy_version = self._version = version
+        self.engine.policy_version = self._version = version
 
     def release(self) -> None:
         """``WeightSync``. The servers have separate GPUs and keep their weights: NCCL refuses two ranks on one GPU."""
@@ -106,13 +95,12 @@ class NCCLSync:
 
     def require(self, replica: Replica) -> None:
         """``ServedWeights``."""
-        require_weights(replica, f"{self._name}/{self._engine.policy_version}")
+        require_weights(replica, f"{self.name}/{self.engine.policy_version}")
 
     def _try_to_push(self, label: str, pool: ThreadPoolExecutor) -> None:
         """One attempt. After a ServerError no server has an update open, or waits in NCCL, but those at URLs."""
-        replicas, limit_s = self._engine.replicas, self._limit_s
-        answers: list[Future] = []
-        """The pending answers to the last call; the trainer continues meanwhile."""
+        replicas, limit_s = self.engine.replicas, self.limit_s
+        answers: list[Future] = []  # pending, to the last call; the trainer continues meanwhile
 
         def ask(path: str, bodies: Sequence[dict]) -> None:
             pairs = zip(replicas, bodies, strict=True)
@@ -134,13 +122,13 @@ class NCCLSync:
                     for replica in replicas:
                         replica.request("POST", "/shutdown_weight_transfer_engine", timeout_s=limit_s)
                 self._members = members
-                self._group = group = self._new_group()
+                self._group = group = self.new_group()
                 sizes = [replica.request("GET", "/get_world_size")["world_size"] for replica in replicas]
                 common = {
                     "world_size": 1 + sum(sizes),
                     "nccl_unique_id_b64": base64.b64encode(group.unique_id).decode(),
                     "packed": True,
-                    "packed_buffer_size_bytes": self._bucket_bytes,
+                    "packed_buffer_size_bytes": self.bucket_bytes,
                 }
                 offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
                 infos = [{"init_info": {"rank_offset": offset, **common}} for offset in offsets]
@@ -175,7 +163,7 @@ class NCCLSync:
                 except ServerError as error:
                     errors.append(error)
 
-        self._workers.call(Worker.stream_weights, own=send)
+        self.workers.call(Worker.stream_weights, own=send)
         if errors:
             raise errors[0]
 
@@ -189,7 +177,7 @@ class NCCLSync:
         for place, replica in enumerate(replicas):
             if not answers or answers[place] not in stuck:
                 with contextlib.suppress(ServerError):  # where no update is open; an open one would refuse the next
-                    replica.request("POST", "/finish_weight_update", timeout_s=self._limit_s)
+                    replica.request("POST", "/finish_weight_update", timeout_s=self.limit_s)
             elif replica.is_managed:
                 replica.stop()
 

@@ -13,8 +13,7 @@ from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker
 
-CACHE_RESETS = 20
-"""Attempts: while a request that was given up still holds blocks, the cache stays."""
+CACHE_RESETS = 20  # attempts: while a request that was given up still holds blocks, the cache stays
 CACHE_WAIT_S = 0.25
 
 
@@ -48,8 +47,7 @@ def require_weights(replica: Replica, name: str) -> None:
 
 
 LEVEL = 2
-ENOUGH = 0.5
-"""Share of the servers' memory that must be freed: CUDA graphs and libraries keep the rest."""
+ENOUGH = 0.5  # share of the servers' memory that must be freed: CUDA graphs and libraries keep the rest
 
 
 class SleepOnTrainersGPUs:
@@ -67,21 +65,17 @@ class SleepOnTrainersGPUs:
         """Bytes that the last sleep has freed on each rank's GPU; empty before the first."""
 
     def begin(self, replicas: Sequence[Replica]) -> None:
-        """The servers lose their weights. Raises ServerError where one does not sleep, or its memory is not free
-        afterwards."""
+        """The servers lose their weights. Raises ServerError where their memory is not free afterwards."""
         before = self._workers.call(Worker.free_gpu_memory)[0]
         for replica in replicas:
             replica.request("POST", "/sleep", params={"level": LEVEL})
-            if not _is_sleeping(replica):
-                raise ServerError(f"{replica} does not sleep: it was started without --enable-sleep-mode, or on a CPU")
-        self._released = [
-            now - then for now, then in zip(self._workers.call(Worker.free_gpu_memory)[0], before, strict=True)
-        ]
+        after = self._workers.call(Worker.free_gpu_memory)[0]
+        self._released = [now - then for now, then in zip(after, before, strict=True)]
         if sum(self._released) < ENOUGH * self._expected:
             raise ServerError(
                 f"sleeping servers have freed {sum(self._released) / 2**30:.2f} GiB of GPU memory, but use "
-                f"{self._expected / 2**30:.2f} GiB: the trainer would run out of memory; lower "
-                "generation.servers.memory_share, or set generation.placement=apart"
+                f"{self._expected / 2**30:.2f} GiB: the trainer would run out of memory; start servers at urls with "
+                "--enable-sleep-mode, lower generation.servers.memory_share, or set generation.placement=apart"
             )
 
     def make_room(self) -> None:
@@ -104,9 +98,3 @@ class SleepOnTrainersGPUs:
     def wake_for_requests(self, replica: Replica) -> None:
         """Called after the weights are sent."""
         replica.request("POST", "/wake_up", params={"tags": "kv_cache"})
-        if _is_sleeping(replica):
-            raise ServerError(f"{replica} still sleeps after it was woken")
-
-
-def _is_sleeping(replica: Replica) -> bool:
-    return replica.request("GET", "/is_sleeping")["is_sleeping"]

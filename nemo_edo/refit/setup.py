@@ -22,8 +22,7 @@ from nemo_edo.refit.servers import SleepOnTrainersGPUs
 from nemo_edo.worker.dispatch import Workers
 
 SHARED_MEMORY = Path("/dev/shm")
-FOLDERS_AT_ONCE = 2
-"""Folders of weights that exist while servers change from one to the next."""
+FOLDERS_AT_ONCE = 2  # folders of weights that exist while servers change from one to the next
 
 
 def check_refit(generation: GenerationConfig, lora: LoRAConfig, model_path: str | None, dtype: str, run: Path) -> None:

@@ -37,12 +37,9 @@ from nemo_edo.worker.worker import Worker
 T = TypeVar("T")
 KEY = "nemo_edo/controller"
 """In torch's store: where the controller listens, and the secret that a worker shows there; empty: nowhere."""
-MEETING_S = 600.0
-"""How long rank 0 waits for the others, which have begun with it and have nothing to do before."""
-CONTROLLER_S = 1800.0
-"""How long the others wait for rank 0, which checks the command's input first."""
-DISMISSED = f"{KEY}/dismissed"
-"""How many ranks have read that there is no work for them."""
+MEETING_S = 600.0  # how long rank 0 waits for the others, which have begun with it and have nothing to do before
+CONTROLLER_S = 1800.0  # how long the others wait for rank 0, which checks the command's input first
+DISMISSED = f"{KEY}/dismissed"  # how many ranks have read that there is no work for them
 GRACE_S = 30.0
 """How long rank 0 may take to come out of a collective after another rank has failed: NCCL waits for ten minutes."""
 ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
@@ -56,13 +53,11 @@ class Answer:
 
     call: int
     value: Any = None
-    error: str | None = None
-    """The error's last line."""
+    error: str | None = None  # its last line
     is_shared: bool = False
     """Whether every rank raises the error, as it does where rank 0 tells the others of a missing file."""
     trace: str = ""
-    asked_to_stop: bool = False
-    """Whether this process got SIGTERM or SIGINT."""
+    asked_to_stop: bool = False  # whether this process got SIGTERM or SIGINT
 
 
 @dataclass(frozen=True)
@@ -91,8 +86,7 @@ class Workers:
 
     def __init__(self, others: Sequence[_Rank] = ()) -> None:
         self.local = Worker()
-        self.asked_to_stop = False
-        """Whether another rank's process was asked to stop."""
+        self.asked_to_stop = False  # whether another rank's process was
         self._others = list(others)
         self._calls = 0
         self._name = ""
@@ -180,9 +174,9 @@ class Workers:
         for other in self._others:
             if other.lost and not other.answers:
                 return f"{other} has ended during {self._name or 'the start'}"
-        wrong = [(other, answer) for other, answer in answers if answer.call != self._calls]
-        for other, answer in wrong:
-            return f"{other} answered call {answer.call}, not {self._calls} ({self._name})"
+        for other, answer in answers:
+            if answer.call != self._calls:
+                return f"{other} answered call {answer.call}, not {self._calls} ({self._name})"
         failed = [(other, answer) for other, answer in answers if answer.error is not None and not answer.is_shared]
         first = [one for one in failed if not _another_is_gone(one[1].error)]
         for other, answer in first or (failed if len(answers) == len(self._others) else ()):

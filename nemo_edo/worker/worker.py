@@ -29,17 +29,13 @@ if TYPE_CHECKING:
 class Place:
     """A rank's part of the model and of the data."""
 
-    share: int
-    """The data-parallel rank: which share of a batch it gets."""
-    answers: bool
-    """Whether it returns its share's results; the other ranks of the share have the same, or none."""
-    layers: int
-    """Of the whole model."""
+    share: int  # the data-parallel rank: which share of a batch it gets
+    answers: bool  # whether it returns its share's results; the other ranks of the share have the same, or none
+    layers: int  # of the whole model
     kernels: dict[str, str]
 
 
-ALIVE_EVERY_S = 10.0
-"""How often a rank whose responses go on tells so."""
+ALIVE_EVERY_S = 10.0  # how often a rank whose responses go on tells so
 
 
 class Worker:
@@ -50,8 +46,7 @@ class Worker:
         self._engine: MegatronEngine | None = None
         self._writing: Writing | None = None
         self._answers = True
-        self.tell: Callable[[Any], None] = lambda news: None
-        """Tells the controller something during a call."""
+        self.tell: Callable[[Any], None] = lambda news: None  # tells the controller something during a call
 
     def begin(self, parallelism: ParallelismConfig, seed: int, threads: int | None) -> None:
         """Joins the other ranks. Raises UserError where the model cannot be split over so many."""

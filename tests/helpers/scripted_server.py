@@ -103,9 +103,6 @@ class ScriptedReplica:
         self.asleep = self.asleep and params["tags"] == "kv_cache"  # awake enough to take weights
         return {"status": "awake", "tags": [params["tags"]]}
 
-    def is_sleeping(self, json, params, fails):
-        return {"is_sleeping": self.asleep}
-
     def get_world_size(self, json, params, fails):
         return {"world_size": self.workers}
 

@@ -40,8 +40,7 @@ MODELS = {
     "/v1/unload_lora_adapter": UnloadLoRAAdapterRequest,
 }
 """Of routes whose handlers need a model."""
-READ = {"/is_sleeping": "is_sleeping", "/weight_info": "weight_version", "/reset_prefix_cache": "success",
-        "/get_world_size": "world_size"}  # fmt: skip
+READ = {"/weight_info": "weight_version", "/reset_prefix_cache": "success", "/get_world_size": "world_size"}
 """What the run reads of their answers."""
 ANSWERS = {
     CompletionResponse: {"model", "choices"},
@@ -60,7 +59,7 @@ def server() -> tuple[TestClient, set[tuple[str, str]]]:
     register_api_routers(app.state.args, app, ("generate",))
     app.include_router(pooling)  # with any model that pools
     engine = create_autospec(EngineClient, instance=True)
-    engine.is_sleeping.return_value = engine.reset_prefix_cache.return_value = engine.wake_up.return_value = True
+    engine.reset_prefix_cache.return_value = engine.wake_up.return_value = True
     engine.get_weight_version.return_value, engine.collective_rpc.return_value = "run/1", [None]
     engine.vllm_config = Namespace(parallel_config=Namespace(world_size=2, world_size_across_dp=2))
     app.state.engine_client = engine

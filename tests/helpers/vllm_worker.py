@@ -201,7 +201,7 @@ class Trial:
 
             workers.call(work, own=taken)
 
-        self.sync._workers = SimpleNamespace(call=call)
+        self.sync.workers = SimpleNamespace(call=call)
         return self.push(version)
 
 

@@ -240,8 +240,9 @@ def test_a_server_that_ends_or_is_not_ready_in_time_is_reported_with_its_log(tmp
         replica.start_process()
         while said not in replica.log_tail():
             time.sleep(0.1)
+        replica.ready_limit_s = limit_s
         with pytest.raises(ServerError, match=f"(?s)server 0.*{named}.*{said}"):
-            replica.wait_until_ready(limit_s)
+            replica.wait_until_ready()
     finally:
         replica.stop()
 

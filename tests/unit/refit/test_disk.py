@@ -192,10 +192,10 @@ def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_wei
     server.asked.clear()
     sync.release()
     assert server.asleep
-    assert server.paths() == ["frees its cache", "/sleep", "/is_sleeping", "frees its cache"]
+    assert server.paths() == ["frees its cache", "/sleep", "frees its cache"]
     assert ("POST", "/sleep", None, {"level": 2}) in server.asked
     server.asked.clear()
     sync.push(1)  # sleep has dropped the weights: the same version is sent again
-    assert server.paths() == ["frees its cache", "/wake_up", *REFIT, "/wake_up", "/is_sleeping"]
+    assert server.paths() == ["frees its cache", "/wake_up", *REFIT, "/wake_up"]
     assert [params for _, path, _, params in server.asked if path == "/wake_up"] == [
         {"tags": "weights"}, {"tags": "kv_cache"}]  # fmt: skip
