@@ -40,14 +40,10 @@ class BuiltModel:
     training_chunks: list[MegatronModule]
     """What training passes go through. With overlap_param_gather these gather the last step's weights as they go."""
     bridge: Any
-    vocab_size: int
-    """Rows of the output layer that are tokens; further rows are padding."""
-    lora: LoRAConfig | None
-    """Config of its adapters; None where all weights are trained."""
-    seed: int
-    """Seed of the adapters' initial weights."""
-    stale: bool = False
-    """Whether an optimizer step has changed weights that other ranks may not have gathered yet."""
+    vocab_size: int  # rows of the output layer that are tokens; further rows are padding
+    lora: LoRAConfig | None  # of its adapters; None where all weights are trained
+    seed: int  # of the adapters' initial weights
+    stale: bool = False  # whether an optimizer step has changed weights that other ranks may not have gathered yet
 
     @property
     def num_layers(self) -> int:

@@ -216,8 +216,7 @@ def _unwritten_extra_state(wanted: dict, folder: Path) -> tuple[dict, dict]:
 
 # --- a frozen copy of the weights in the same checkpoint -----------------------------------------------------------
 
-REFERENCE = "reference."
-"""What the names of its tensors begin with."""
+REFERENCE = "reference."  # what the names of its tensors begin with
 
 
 def load_reference(policy: MegatronPolicy, folder: Path) -> Weights:

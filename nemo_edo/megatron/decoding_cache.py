@@ -73,13 +73,10 @@ class PromptRows:
     """Which rows follow which prompt; converts to and from [prompts, most, ...], where a prompt's rows come first and
     arbitrary padding follows."""
 
-    owner: Tensor
-    """[rows] int64: each row's prompt."""
+    owner: Tensor  # [rows] int64: each row's prompt
     prompts: int
-    most: int
-    """Rows of the prompt that has the most of them."""
-    places: Tensor | None
-    """[rows] int64: each row's index among prompts x most; None: the identity, with no padding."""
+    most: int  # rows of the prompt that has the most of them
+    places: Tensor | None  # [rows] int64: each row's index among prompts x most; None: the identity, with no padding
 
     @classmethod
     def of(cls, owner: Tensor, prompts: int) -> PromptRows:
@@ -108,10 +105,8 @@ class CachedPrompts:
     keys: Tensor
     values: Tensor
     rows: PromptRows
-    outside: Tensor | None = None
-    """[rows, 1, 1, length] bool: positions after the end of the row's prompt; None: there are none."""
-    before: Tensor | None = None
-    """[rows, 1, 1, places] bool: places of the cache before the row's first token; None: there are none."""
+    outside: Tensor | None = None  # [rows, 1, 1, length] bool: positions after the end of the row's prompt
+    before: Tensor | None = None  # [rows, 1, 1, places] bool: places of the cache before the row's first token
 
     def scores(self, queries: Tensor) -> Tensor:
         """[rows, groups, n, length] of scaled queries [rows, groups, n, width]."""
@@ -147,8 +142,7 @@ class PromptCacheContext(CacheContext):
         self.prefix = prompts.sequence_len_offset
         self.starts = lengths
         self._places = length - self.prefix
-        self._begins: Tensor | None = None
-        """[rows] each row's first place; None: the cache's."""
+        self._begins: Tensor | None = None  # [rows] each row's first place; None: the cache's
         self._before: Tensor | None = None
         self._rows = PromptRows.of(owner, prompts.max_batch_size)
         self._outside = None if lengths is None else self._after(lengths)

@@ -46,11 +46,9 @@ class CheckedSource(SafeTensorsStateSource):
         state = self._model.state_dict()
         saved = revert_weight_conversion(self._model, state)
         self.shapes = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-        self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)
-        """The source of each tied tensor."""
+        self.tied: dict[str, str] = dict(self._model.all_tied_weights_keys)  # the source of each tied tensor
         self.tensors: dict[str, StoredTensor] = read_headers(folder)
-        self._fused: dict[str, str] = {}
-        """The tensor of the file that each part is in."""
+        self._fused: dict[str, str] = {}  # the tensor of the file that each part is in
         for name in sorted(self.tensors.keys() & (state.keys() - saved.keys())):
             stored, shape = self.tensors.pop(name), tuple(state[name].shape)
             if stored.shape != shape:
@@ -63,8 +61,7 @@ class CheckedSource(SafeTensorsStateSource):
         """Tensors of layers that predict further tokens: transformers leaves them out, and an export copies them."""
         self._key_to_filename_map_cache = {name: tensor.file.name for name, tensor in self.tensors.items()}
         self.not_finite: set[str] = set()
-        self.last_split: tuple[str, dict[str, Tensor]] = ("", {})
-        """The fused tensor that was read last, and its parts."""
+        self.last_split: tuple[str, dict[str, Tensor]] = ("", {})  # the fused tensor that was read last, its parts
 
     def _is_further(self, name: str, config: PretrainedConfig) -> bool:
         layer, count = LAYER.search(name), getattr(config, FURTHER, None) or 0

@@ -2,7 +2,7 @@
 
 The one place that divides a loss: by counts of the whole global batch, fixed before the first backward pass. A
 micro-batch, a data-parallel rank or a pipeline stage adds its sums and divides by nothing, so gradients do not depend
-on how a batch is split. Megatron is configured to do the same (``calculate_per_token_loss`` in build.py).
+on how a batch is split. Megatron is configured to do the same (``calculate_per_token_loss`` in bridge.py).
 """
 
 from __future__ import annotations
@@ -30,13 +30,10 @@ from nemo_edo.megatron.shared_prompts import shared_inputs
 from nemo_edo.parallel.main_rank import any_rank
 from nemo_edo.types import TrainingBatch
 
-TERM = "term:"
-"""Before the names of the loss's terms, among the metrics."""
-TOKENS = "tokens:"
-"""Among the metrics: the log-probabilities and entropies of a micro-batch."""
+TERM = "term:"  # before the names of the loss's terms, among the metrics
+TOKENS = "tokens:"  # among the metrics: the log-probabilities and entropies of a micro-batch
 
-Terms = tuple[dict[str, LossTerm], dict[str, LossTerm]]
-"""The terms of a loss by name, and its metrics."""
+Terms = tuple[dict[str, LossTerm], dict[str, LossTerm]]  # the terms of a loss by name, and its metrics
 LossFunction = Callable[[Tensor, Tensor, TrainingBatch, float], Terms]
 """(log-probabilities [b, T], entropies [b, T], micro-batch, exploration weight) -> terms."""
 
@@ -64,9 +61,8 @@ def forward_backward(
     # Megatron gathers changed weights during the forward pass only after zero_grad.
     chunks = policy.chunks if forward_only else policy.built.training_chunks
     stored = _run_schedule(policy, chunks, share, readout, forward_only)
-    tokens = [micro.pop(TOKENS) for micro in stored] if keep_tokens else []
-    means = _means(_reduce_metrics(policy, stored), share.loss_counts)
-    return means, share_values(share, tokens, policy.device) if keep_tokens else None
+    tokens = share_values(share, [micro.pop(TOKENS) for micro in stored], policy.device) if keep_tokens else None
+    return _means(_reduce_metrics(policy, stored), share.loss_counts), tokens
 
 
 @torch.no_grad()
@@ -105,26 +101,18 @@ class _Readout:
 
     head: LossHead
     temperature: float
-    loss: LossFunction | None = None
-    """None: log-probabilities and entropies alone are read."""
+    loss: LossFunction | None = None  # None: log-probabilities and entropies alone are read
     exploration_weight: float = 0.0
     loss_counts: Mapping[str, float] = field(default_factory=dict)
     keep_tokens: bool = False
-    inputs: ModelInputs | None = None
-    """Of the micro-batch that is being read."""
+    inputs: ModelInputs | None = None  # of the micro-batch that is being read
 
     def forward_step(self, micro_batches: Iterator[ModelInputs], chunk: MegatronModule) -> tuple[Tensor, _Readout]:
         """Megatron calls what this returns second with what it returns first, on the last pipeline stage."""
         inputs = next(micro_batches)
         if inputs.experts is not None:
             set_replayed(chunk, inputs.experts)
-        outputs = chunk(
-            inputs.tokens,
-            inputs.positions,
-            None,
-            packed_seq_params=inputs.packed,
-            **in_own_type(chunk),
-        )
+        outputs = chunk(inputs.tokens, inputs.positions, None, packed_seq_params=inputs.packed, **in_own_type(chunk))
         if inputs.experts is not None:
             set_recomputing(chunk)
         return outputs, replace(self, inputs=inputs)

@@ -50,8 +50,7 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
     the weights; one file is in memory at a time. A tensor larger than ``max_bytes`` gets a separate file. All ranks
     take the weights, which makes them gather each one; the first rank writes."""
     writes = torch.distributed.get_rank() == 0
-    shards: list[dict[str, int]] = []
-    """The sizes of each file's tensors, by name."""
+    shards: list[dict[str, int]] = []  # the sizes of each file's tensors, by name
     shard: dict[str, Tensor] = {}
 
     def unnamed(number: int) -> Path:  # how many files there will be, and so their names, is not known yet

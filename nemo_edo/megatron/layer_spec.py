@@ -39,8 +39,7 @@ from nemo_edo.megatron.cpu.packed import packed_weights
 
 logger = logging.getLogger(__name__)
 
-CORES = {"sdpa": SDPAttention, "local": DotProductAttention}
-"""The core of the attention in a local layer."""
+CORES = {"sdpa": SDPAttention, "local": DotProductAttention}  # of the attention in a local layer
 LATENT_EPS = 1e-6
 
 

@@ -93,9 +93,6 @@ def _load_either(adam: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 # --- a rank's share of a distributed optimizer ---------------------------------------------------------------------
 
-MAIN = {"param": "fp32_param"}
-"""Megatron's name of the main weights in checkpoints."""
-
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Offsets and sizes of blocks of a tensor of this shape that together are its flat range, in its order."""
@@ -159,8 +156,8 @@ def _sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: bo
         for name, flat in tensors.items():
             if name == "step":
                 continue
-            name = MAIN.get(name, name)
-            pieces, at = _pieces(base, f"optimizer.state.{name}.{base.key}", begin, end), 0
+            stored = "fp32_param" if name == "param" else name  # Megatron's name of the main weights in checkpoints
+            pieces, at = _pieces(base, f"optimizer.state.{stored}.{base.key}", begin, end), 0
             replica = (*base.replica_id[:2], part.distributed_optimizer_instance_id)
             of_parameter[name] = {}
             for place, piece in enumerate(pieces):
@@ -175,12 +172,11 @@ def _sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: bo
 @torch.no_grad()
 def _load_share(part: DistributedOptimizer, state: dict) -> None:
     """In the place of Megatron's ``load_parameter_state_from_fully_reshardable``."""
-    megatrons = {there: here for here, there in MAIN.items()}
     for number, (parameter, begin, end) in enumerate(_own_ranges(part)):
         tensors: dict[str, Tensor] = {}
         for name, pieces in state[f"parameter {number}"].items():
             flat = [pieces[f"piece {place}"].flatten() for place in range(len(pieces))]
-            tensors[megatrons.get(name, name)] = torch.cat(flat)[: end - begin]
+            tensors[name] = torch.cat(flat)[: end - begin]
         part._set_main_param_and_optimizer_states(parameter, tensors)
     if isinstance(part.optimizer, HybridDeviceOptimizer):
         part.optimizer._sync_hdo_state_to_sub_optimizers()

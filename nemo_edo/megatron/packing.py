@@ -10,9 +10,9 @@ looks ahead into it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -34,8 +34,7 @@ class PackedSequences(PackedSeqParams):
     """Megatron's description of a pack, and what is read of it on the host: reading it from the GPU would wait for it
     in each layer."""
 
-    lengths: tuple[int, ...] = ()
-    """Tokens of each sequence, its padding included."""
+    lengths: tuple[int, ...] = ()  # tokens of each sequence, its padding included
 
 
 @dataclass(frozen=True)
@@ -43,26 +42,27 @@ class ModelInputs:
     """A micro-batch's next-token positions [b, T] as this context-parallel rank's part of the model's input, [r, s]."""
 
     micro: TrainingBatch
-    tokens: Tensor
-    """[r, s] ids that enter the model."""
-    targets: Tensor
-    """[r, s] the ids that follow them."""
-    positions: Tensor
-    """[r, s] each one's place in its own sequence."""
-    read: Tensor
-    """[n] indices into the r * s positions: those that a loss reads."""
-    is_padding: bool
-    """Whether no token of the micro-batch counts; known before the device computes."""
-    packed: PackedSeqParams | None = None
-    """Where the sequences of a pack begin and end; None: a row is a sequence."""
-    kept: Tensor | None = None
-    """[b, T], True at the positions that are in the pack, row by row; None: there is no pack."""
-    places: Tensor | None = None
-    """[b, T] indices into the whole pack."""
-    experts: Tensor | None = None
-    """[r, s, layers * k] what the routers replay (``TrainingBatch.routed_experts``); None: they choose."""
+    tokens: Tensor  # [r, s] ids that enter the model
+    targets: Tensor  # [r, s] the ids that follow them
+    positions: Tensor  # [r, s] each one's place in its own sequence
+    read: Tensor  # [n] indices into the r * s positions: those that a loss reads
+    is_padding: bool  # whether no token of the micro-batch counts; known before the device computes
+    experts: Tensor | None  # [r, s, layers * k] what the routers replay; None: they choose
+    packed: PackedSeqParams | None = None  # where the sequences of a pack begin and end; None: a row is a sequence
+    kept: Tensor | None = None  # [b, T], True at the positions that are in the pack, row by row; None: there is no pack
+    places: Tensor | None = None  # [b, T] indices into the whole pack
     order: Tensor | None = None
     """[s * C] the positions of the whole input in the order of the ranks that have them; None: C is 1."""
+
+    @classmethod
+    def of(
+        cls, micro: TrainingBatch, layout: Callable[[Tensor], Tensor], positions: Tensor, **pack: Any
+    ) -> ModelInputs:
+        """layout: takes values at the next-token positions [b, T, ...] to the model's, [r, s, ...]. pack: the rest."""
+        experts = None if micro.routed_experts is None else layout(micro.routed_experts)
+        tokens, targets = layout(micro.tokens[:, :-1]), layout(micro.tokens[:, 1:])
+        read = layout(micro.mask).flatten().nonzero().squeeze(-1)
+        return cls(micro, tokens, targets, positions, read, not micro.mask.any(), experts, **pack)
 
     def to(self, device: torch.device) -> ModelInputs:
         micro, packed = (None if part is None else _moved(part, device) for part in (self.micro, self.packed))
@@ -86,11 +86,7 @@ def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
         return context_share(pad_to(values, shape), order)
 
     positions = context_share(torch.arange(shape[1])[None], order).expand(shape[0], -1)
-    experts = None if micro.routed_experts is None else padded(micro.routed_experts)
-    return ModelInputs(
-        micro, padded(micro.tokens[:, :-1]), padded(micro.tokens[:, 1:]), positions, read_places(padded(micro.mask)),
-        is_padding(micro), experts=experts, order=order,
-    )  # fmt: skip
+    return ModelInputs.of(micro, padded, positions, order=order)
 
 
 def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int, int]) -> ModelInputs:
@@ -126,22 +122,8 @@ def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int
         seq_idx=rows[None].to(torch.int32),  # Mamba layers keep the sequences apart by this alone
         lengths=tuple(own),
     )
-    experts = None if micro.routed_experts is None else packed(micro.routed_experts)
-    return ModelInputs(
-        micro, packed(micro.tokens[:, :-1]), packed(micro.tokens[:, 1:]), context_share(positions[None], order),
-        read_places(packed(micro.mask)), is_padding(micro), packed_seq_params, kept,
-        (starts + columns).clamp(max=shape[1] - 1), experts, order,
-    )  # fmt: skip
-
-
-def read_places(mask: Tensor) -> Tensor:
-    """``ModelInputs.read`` of the loss's mask at the model's positions, [r, s]."""
-    return mask.flatten().nonzero().squeeze(-1)
-
-
-def is_padding(micro: TrainingBatch) -> bool:
-    """``ModelInputs.is_padding``."""
-    return not bool(micro.mask.any())
+    places, own_positions = (starts + columns).clamp(max=shape[1] - 1), context_share(positions[None], order)
+    return ModelInputs.of(micro, packed, own_positions, packed=packed_seq_params, kept=kept, places=places, order=order)
 
 
 def _moved(record: R, device: torch.device) -> R:

@@ -13,8 +13,7 @@ from packaging.version import Version
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 
-BLOCK = 128
-"""Tokens, and numbers of a token, that the blockwise recipe scales together."""
+BLOCK = 128  # tokens, and numbers of a token, that the blockwise recipe scales together
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -22,12 +21,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class DeviceSupport:
     """What FP8 runs on. None: it is absent."""
 
-    capability: tuple[int, int] | None
-    """Compute capability of the GPU."""
-    cuda: str | None
-    """The CUDA version of torch."""
-    transformer_engine: str | None
-    """Its version."""
+    capability: tuple[int, int] | None  # compute capability of the GPU
+    cuda: str | None  # the CUDA version of torch
+    transformer_engine: str | None  # its version
 
 
 @dataclass(frozen=True)

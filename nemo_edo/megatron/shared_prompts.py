@@ -16,11 +16,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemo_edo.data.shares import Prompts
-from nemo_edo.megatron.packing import ModelInputs, is_padding, read_places
+from nemo_edo.megatron.packing import ModelInputs
 from nemo_edo.types import TrainingBatch
 
-FULL = 0.75
-"""In a block, every sequence has at least this share of the longest one's length."""
+FULL = 0.75  # in a block, every sequence has at least this share of the longest one's length
 
 
 @dataclass
@@ -28,16 +27,11 @@ class SharedPrompts(PackedSeqParams):
     """Where a pack's sequences are; its first u of t tokens belong to them, the rest is padding. Attention works on
     copies of the tokens: on padded blocks of sequences of similar length, one block's copies after the other's."""
 
-    positions: Tensor | None = None
-    """[t] each token's place in its own sequence."""
-    blocks: tuple[tuple[int, int], ...] = ()
-    """The blocks' sequences and padded lengths."""
-    of: Tensor | None = None
-    """[c] the index of the token that each copy is made of; arbitrary after a sequence's end."""
-    originals: Tensor | None = None
-    """[u] for each token one of its copies."""
-    others: Tensor | None = None
-    """Shared tokens' other copies."""
+    positions: Tensor | None = None  # [t] each token's place in its own sequence
+    blocks: tuple[tuple[int, int], ...] = ()  # the blocks' sequences and padded lengths
+    of: Tensor | None = None  # [c] the index of the token that each copy is made of; arbitrary after a sequence's end
+    originals: Tensor | None = None  # [u] for each token one of its copies
+    others: Tensor | None = None  # shared tokens' other copies
 
     def spread(self, tokens: Tensor) -> list[Tensor]:
         """For each block [rows, length, ...] of the pack's [t, ...]."""
@@ -99,7 +93,7 @@ def shared_inputs(
     def packed(rows: Tensor) -> Tensor:
         pack = torch.zeros(shape[1], *rows.shape[2:], dtype=rows.dtype, device=device)
         pack[places[own]] = rows[own]
-        return pack
+        return pack[None]
 
     blocks = _blocks(lengths)
 
@@ -107,22 +101,18 @@ def shared_inputs(
         return torch.cat([rows[chosen, :length].flatten() for chosen, length in blocks])
 
     of, original = copies(places), copies(own)
+    positions = packed(torch.arange(places.shape[1], device=device).expand_as(places))
     packed_seq_params = SharedPrompts(
         qkv_format="thd",
         max_seqlen_q=max(lengths) - 1,
         max_seqlen_kv=max(lengths) - 1,
-        positions=packed(torch.arange(places.shape[1], device=device).expand_as(places)),
+        positions=positions[0],
         blocks=tuple((len(chosen), length) for chosen, length in blocks),
         of=of,
         originals=original.nonzero().squeeze(-1)[of[original].argsort()],
         others=(copies(kept) & ~original).nonzero().squeeze(-1),
     )
-    inputs, targets = (packed(tokens)[None] for tokens in (micro.tokens[:, :-1], micro.tokens[:, 1:]))
-    positions, read = packed_seq_params.positions[None], read_places(packed(micro.mask)[None])
-    experts = None if micro.routed_experts is None else packed(micro.routed_experts)[None]
-    return ModelInputs(
-        micro, inputs, targets, positions, read, is_padding(micro), packed_seq_params, kept, places, experts
-    )
+    return ModelInputs.of(micro, packed, positions, packed=packed_seq_params, kept=kept, places=places)
 
 
 def _places(lengths: Sequence[int], prompts: Prompts, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
