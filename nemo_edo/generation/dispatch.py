@@ -45,8 +45,7 @@ class Dispatcher:
 
     replicas: Sequence[Replica]
     settings: ServersConfig
-    after_restart: Callable[[Replica], None] | None = None
-    """Prepares a restarted replica for requests; blocks, and raises ServerError where that fails."""
+    after_restart: Callable[[Replica], None] | None = None  # prepares it for requests; blocks; may raise ServerError
     _measured: int = 0  # requests so far, of which there are the tokens and the seconds
     _tokens: int = 0
     _seconds: float = 0.0
@@ -151,8 +150,7 @@ class Dispatcher:
         return [one for one in self._servers if one.is_available and one.in_flight < self.settings.max_in_flight]
 
     async def _supervise(self, server: _ReplicaState) -> None:
-        """Whenever the replica is in doubt (a fault, the end of its process, or, of a managed one, silence in spite of
-        requests), finds out whether it is well, and restarts or retires it."""
+        """Whenever the replica is in doubt (a fault, its process's end, a managed one's silence), checks it."""
         while not server.is_retired:
             while not server.fault.is_set() and not server.replica.has_ended:
                 with contextlib.suppress(TimeoutError):

@@ -19,8 +19,7 @@ class InProcessSync:
 
 
 class ServedModel:
-    """Stands in for a model that is only evaluated, behind servers that keep their own weights. It gives no
-    log-probabilities but those of its responses."""
+    """Stands in for a model behind servers that is only evaluated: it has no log-probabilities but its responses'."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine

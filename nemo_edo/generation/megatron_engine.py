@@ -132,8 +132,7 @@ class MegatronEngine:
         return self._forward(decoding, decoding.ends_of_prompts(decoding.rows)[:, None], lengths[:, None] - 1)
 
     def _read_prompts(self, decoding: _Decoding, requests: Tensor) -> tuple[CacheContext, Tensor]:
-        """A cache of the requests' distinct prompts without their last tokens, and each request's prompt in it. Prompts
-        of similar length are read together, with little padding."""
+        """A cache of the requests' distinct prompts without their last tokens, and each request's prompt in it."""
         lengths = decoding.prompt_lengths[requests]
         prompts = decoding.prompts[requests, : max(2, int(lengths.max()))]
         distinct, owner = torch.unique(torch.cat([lengths[:, None], prompts], dim=1), dim=0, return_inverse=True)
@@ -189,8 +188,7 @@ class MegatronEngine:
         else:
             tokens = torch.empty(len(decoding.rows), dtype=torch.int64, device=self.device)
             logprobs = torch.empty(len(decoding.rows), device=self.device)
-        # The ranks that share the last stage have the same logits but for rounding, and a sum on CUDA need not round
-        # twice in the same way: one of them chooses for all.
+        # Ranks that share the last stage have the same logits but for CUDA's rounding: one of them chooses for all.
         choosers = {
             parallel_state.get_tensor_model_parallel_group(): parallel_state.get_tensor_model_parallel_src_rank(),
             parallel_state.get_pipeline_model_parallel_group(): parallel_state.get_pipeline_model_parallel_last_rank(),
@@ -240,8 +238,7 @@ class _Decoding:
         self.prefix = min(lengths)
         self.begun = min(most, len(requests))  # requests that have, or had, a row: the first ones
         waiting = self.begun < len(requests)
-        self.after_prompts = whole_prompts and (waiting or max(lengths) > self.prefix)
-        """Whether the rows are at different positions."""
+        self.after_prompts = whole_prompts and (waiting or max(lengths) > self.prefix)  # rows at different positions
         self.length = max(length + limit for length, limit in zip(lengths, limits, strict=True))
         self.max_new_tokens = max(limits)
         self.places = refilled_places(self.max_new_tokens) if waiting else self.max_new_tokens

@@ -28,8 +28,7 @@ TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RA
                      "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
                      "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")  # fmt: skip
 """Variables that torchrun, a user, an image or the trainer sets for the trainer, and that would mislead a server: one
-queue to the GPU is for Megatron's overlap, vLLM's sleep mode refuses an allocator with expandable segments, and images
-of NVIDIA's turn TF32 on."""
+queue to the GPU is for Megatron's overlap, vLLM's sleep mode refuses expandable segments, NVIDIA's images use TF32."""
 
 
 class Replica:
@@ -99,9 +98,9 @@ class Replica:
         self.model_name, self.max_length = models[0]["id"], models[0].get("max_model_len")
         self.served = f"{self.model_name} ({models[0].get('root') or self.model_name})"
 
-    def is_healthy(self, timeout_s: float = 5.0) -> bool:
+    def is_healthy(self) -> bool:
         try:
-            self.request("GET", self.health, timeout_s=timeout_s, answers_json=False)
+            self.request("GET", self.health, timeout_s=5.0, answers_json=False)
         except ServerError as error:
             self._last_fault = str(error)
             return self.means_health(error)
@@ -120,8 +119,7 @@ class Replica:
         timeout_s: float = 60.0,
         answers_json: bool = True,
     ) -> Any:
-        """As ``utils.http.exchange``, but blocking, and with ServerError for every outcome without a value. timeout_s:
-        until the whole answer is here."""
+        """As ``utils.http.exchange``, but blocking, and with ServerError for every outcome without a value."""
 
         async def one_request() -> Any:
             async with self.open_session() as session:

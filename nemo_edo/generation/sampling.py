@@ -1,5 +1,4 @@
-"""Single-token forward passes of a model that is set up for training, and the sampling of the next token by random
-numbers that depend on the request only."""
+"""Single-token passes of a model in training, and sampling by random numbers that depend on the request only."""
 
 from __future__ import annotations
 
@@ -19,13 +18,12 @@ from torch import Tensor
 from nemo_edo.megatron.layer_spec import products_of_few_rows
 from nemo_edo.types import SamplingParams
 
-SWITCHES = {
+SWITCHES = {  # attributes of Megatron's modules and Bridge's adapters, with sequence parallelism off
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
     "disable_sequence_parallel_comm": True,
 }
-"""Attributes of Megatron's modules and Megatron-Bridge's adapters, with sequence parallelism off."""
 CPU_BLOCK, GPU_BLOCK = 2**18, 2**26  # logits chosen from at a time: a core's cache holds them; a GPU can spare them
 LIKELY = 1024  # tokens that nearly always reach top_p; finding them costs a tenth of sorting a whole vocabulary
 
@@ -88,8 +86,7 @@ def request_uniforms(seeds: Sequence[int], length: int) -> Tensor:
 def choose_tokens(logits: Tensor, uniforms: Tensor, sampling: SamplingParams) -> tuple[Tensor, Tensor]:
     """Samples a token for each row by inverting the cumulative distribution at its uniform number: tokens [B] int64 and
     their log-probabilities [B] float32 under the temperature-scaled softmax over the whole vocabulary, before any top-p
-    cut, which is what a trainer recomputes. logits: [B, V]; uniforms: [B] in [0, 1). Temperature 0 takes the most
-    likely token (the first of equals)."""
+    cut, as a trainer recomputes them. logits: [B, V]; uniforms: [B] in [0, 1). Temperature 0: the first likeliest."""
     rows = max(1, (GPU_BLOCK if logits.is_cuda else CPU_BLOCK) // logits.shape[1])
     blocks = zip(logits.split(rows), uniforms.split(rows), strict=True)
     tokens, logprobs = zip(*(_choose(*block, sampling) for block in blocks), strict=True)
@@ -126,8 +123,7 @@ def _nucleus(probs: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
 
 
 def _invert(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The first index whose cumulative probability exceeds the uniform's share of the total, never one of probability
-    0."""
+    """The first index whose cumulative probability exceeds the uniform's share of the total; its own is never 0."""
     cumulative = probs.cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = uniforms.to(probs.device)[:, None] * total

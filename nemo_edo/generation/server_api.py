@@ -127,8 +127,7 @@ class VLLM(ServerAPI):
         }
 
     def cpu_arguments(self) -> list[str]:
-        # No chunked prefill: with a seed, vLLM rewinds the random generator after each chunk, which CPU generators do
-        # not support, and the engine crashes.
+        # Chunked prefill with a seed crashes: vLLM rewinds the random generator, which a CPU's does not support.
         tokens = max(BATCHED_TOKENS, self.max_length)
         return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
@@ -223,8 +222,7 @@ def server_python(settings: ServersConfig) -> str:
 def completion_body(
     api: type[ServerAPI], model_name: str, request: GenerationRequest, sampling: SamplingParams, stop_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """The request for one response. Greedy decoding ignores top_p, which would cut its log-probabilities'
-    distribution."""
+    """The request for one response. Greedy decoding ignores top_p, which would cut the log-probabilities."""
     stop = {"stop": list(sampling.stop), "include_stop_str_in_output": True} if sampling.stop else {}
     return {
         "model": model_name,

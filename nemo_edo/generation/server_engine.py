@@ -112,8 +112,7 @@ class ServerEngine:
         return completion_body(self.api, self.served_model, request, sampling, self.stop_ids)
 
     def _read(self, answer: Any, strings: StopStrings) -> tuple[Sequence[int], Sequence[float], bool]:
-        """Token ids, log-probabilities, and whether a stop token ended the response. Raises Fault where the server
-        stopped at neither a stop token nor a string of the text."""
+        """Token ids, log-probabilities, and whether a stop token ended it. Raises Fault for a stop without reason."""
         ids, logprobs, reason = read_answer(answer, self.served_model, self.vocab_size)
         finished = ids[-1] in self.stop_ids
         spoken = ids[:-1] if finished else ids
@@ -133,8 +132,7 @@ class ServerEngine:
             )
 
     def _rollout(self, request: GenerationRequest, answer: Any, strings: StopStrings) -> Rollout:
-        """Looks for stop strings again: a server that knows them as token ids only (trtllm) misses those that other
-        tokens make up. Raises Fault for an answer that is none."""
+        """Looks for stop strings again: a server that knows them as token ids (trtllm) misses those of other tokens."""
         ids, logprobs, finished = self._read(answer, strings)
         spoken = ids[:-1] if finished else ids
         length, stop = strings.cut(spoken)

@@ -23,8 +23,7 @@ def check_servers(generation: GenerationConfig, gpus: int) -> None:
 
 
 def check_environment(settings: ServersConfig, api: type[ServerAPI], gpus: int) -> None:
-    """Raises UserError where servers cannot be started or reached without an environment, GPUs or a key that is
-    missing. gpus: number of GPUs of this machine."""
+    """Raises UserError where servers lack an environment, GPUs or a key. gpus: number of GPUs of this machine."""
     if settings.urls:
         _user_key(settings)
         return

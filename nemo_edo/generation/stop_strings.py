@@ -25,8 +25,7 @@ class StopStrings:
         return bool(self._strings)
 
     def ended_by(self, ids: Sequence[int]) -> str | None:
-        """The string that the last token completes, where those before contain none; of several, the one that ends
-        first."""
+        """The string that the last token completes, where those before contain none; of several, the first to end."""
         if not self.may_complete(ids[-1]):
             return None
         text = self._decode(ids)

@@ -50,8 +50,7 @@ class WeightFolders:
             self.root = Path(tempfile.mkdtemp(dir=root, prefix="refit_"))
         except OSError as error:
             raise UserError(f"generation.refit.folder: {root} cannot be written: {error}") from error
-        self.base = self.root / BASE if adapters_only else None
-        """The folder of the base weights; None where adapters are merged."""
+        self.base = self.root / BASE if adapters_only else None  # of the base weights; None where adapters are merged
         self._end = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
 
     def write(self, version: int) -> Path:
@@ -90,11 +89,8 @@ def require_room(root: Path, needed: int) -> None:
 
 @dataclass(eq=False, repr=False)
 class DiskSync:
-    """A WeightSync of vLLM servers, which reload weights in place; the weights' name is the folder's path.
-
-    A managed server that does not take the weights is restarted with them; any other is excluded until the next push.
-    The subclasses are for servers that load weights in another way.
-    """
+    """A WeightSync of vLLM servers, which reload weights in place; the weights' name is the folder's path. A managed
+    server that does not take the weights is restarted with them; any other is excluded until the next push."""
 
     engine: ServerEngine
     folders: WeightFolders

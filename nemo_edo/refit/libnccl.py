@@ -12,6 +12,7 @@ import ctypes
 import time
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ ID_BYTES = 128
 OLDEST = 21400  # NCCL 2.14: the first with communicators that do not block
 _SUCCESS, _IN_PROGRESS, _SUM = 0, 7, 0
 _POLL_S = 2e-4
-_TYPES = {
+_TYPES = {  # ``ncclDataType_t``
     torch.int8: 0, torch.uint8: 1, torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7,
     torch.float64: 8, torch.bfloat16: 9, torch.float8_e4m3fn: 10, torch.float8_e5m2: 11,
 }  # fmt: skip
-"""``ncclDataType_t``."""
 
 
 class NCCLError(ServerError):
@@ -40,13 +40,12 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """``ncclConfig_t`` as of 2.14, which later versions accept: they read as much of it as ``size`` and ``version``
-    say."""
+    """``ncclConfig_t`` as of 2.14; later versions read as much of it as ``size`` and ``version`` say."""
 
     _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
 
 
-_FUNCTIONS: dict[str, tuple] = {
+_FUNCTIONS: dict[str, tuple] = {  # argument types; each returns an ``ncclResult_t``
     "ncclGetVersion": (POINTER(c_int),),
     "ncclGetUniqueId": (POINTER(_UniqueId),),
     "ncclCommInitRankConfig": (POINTER(c_void_p), c_int, _UniqueId, c_int, POINTER(_Config)),
@@ -55,7 +54,6 @@ _FUNCTIONS: dict[str, tuple] = {
     "ncclBroadcast": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclCommAbort": (c_void_p,),
 }
-"""Argument types; each returns an ``ncclResult_t``."""
 
 
 class Library:
@@ -113,22 +111,19 @@ def in_words(library: Library) -> str:
     return f"{library.version} sends weights, in trainer and servers ({library.path}); torch's own is {own}"
 
 
+@dataclass(eq=False, repr=False)
 class Communicator:
     """The trainer's end of a group, rank 0, or another rank. Whatever a call raises, the communicator is aborted: all
     ranks need a new one. ``check`` is called while waiting, and raises where another rank will not come."""
 
-    def __init__(
-        self,
-        library: Library,
-        limit_s: float,
-        device: torch.device,
-        stream: Callable[[], Any] = torch.cuda.current_stream,
-        unique_id: bytes | None = None,
-    ) -> None:
-        """limit_s: seconds for each call. stream: the current one, on which calls are enqueued. unique_id: of the group
-        to join; None: of a new one."""
-        self.unique_id = library.unique_id() if unique_id is None else unique_id
-        self._library, self._limit_s, self._device, self._stream = library, limit_s, device, stream
+    library: Library
+    limit_s: float  # seconds for each call
+    device: torch.device
+    stream: Callable[[], Any] = torch.cuda.current_stream  # the current one, on which calls are enqueued
+    unique_id: bytes = b""  # of the group to join; empty: of a new one
+
+    def __post_init__(self) -> None:
+        self.unique_id = self.unique_id or self.library.unique_id()
         self._communicator: c_void_p | None = None
 
     def join(self, rank: int, size: int, check: Callable[[], None]) -> None:
@@ -138,41 +133,41 @@ class Communicator:
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, OLDEST, 0)
         place = byref(self._communicator)
         self._call("ncclCommInitRankConfig", check, place, size, shared, rank, byref(config), waits=False)
-        self._collective("ncclAllReduce", torch.zeros(1, device=self._device), _SUM, check)
+        self._collective("ncclAllReduce", torch.zeros(1, device=self.device), _SUM, check)
 
     def broadcast(self, tensor: Tensor, check: Callable[[], None]) -> None:
         """Sends a tensor from rank 0 to all other ranks, which have it in theirs when this returns."""
-        self._collective("ncclBroadcast", tensor.to(self._device).contiguous(), 0, check)
+        self._collective("ncclBroadcast", tensor.to(self.device).contiguous(), 0, check)
 
     def abort(self) -> None:
         """Ends what is enqueued, and leaves the group; the others are not waited for."""
         if self._communicator:
-            self._library.ncclCommAbort(self._communicator)
+            self.library.ncclCommAbort(self._communicator)
         self._communicator = None
 
     def _collective(self, name: str, tensor: Tensor, operand: int, check: Callable[[], None]) -> None:
         """operand: the root or the reduction."""
         if self._communicator is None:
             raise NCCLError(f"{name} on a communicator that was aborted")
-        address, stream = c_void_p(tensor.data_ptr()), c_void_p(self._stream().cuda_stream)
+        address, stream = c_void_p(tensor.data_ptr()), c_void_p(self.stream().cuda_stream)
         number = tensor.numel(), _TYPES[tensor.dtype], operand
         self._call(name, check, address, address, *number, self._communicator, stream, waits=True)
 
     def _call(self, name: str, check: Callable[[], None], *arguments: object, waits: bool) -> None:
         """waits: until the stream is done, so that the tensor may be freed and a failure belongs to this call."""
-        deadline, status = time.monotonic() + self._limit_s, c_int()
+        deadline, status = time.monotonic() + self.limit_s, c_int()
         try:
-            self._library.require(getattr(self._library, name)(*arguments), name)
+            self.library.require(getattr(self.library, name)(*arguments), name)
             while True:
-                self._library.require(
-                    self._library.ncclCommGetAsyncError(self._communicator, byref(status)), "ncclCommGetAsyncError"
+                self.library.require(
+                    self.library.ncclCommGetAsyncError(self._communicator, byref(status)), "ncclCommGetAsyncError"
                 )
-                self._library.require(status.value, name)
-                if status.value == _SUCCESS and (not waits or self._stream().query()):
+                self.library.require(status.value, name)
+                if status.value == _SUCCESS and (not waits or self.stream().query()):
                     return
                 check()
                 if time.monotonic() > deadline:
-                    raise NCCLError(f"{name} has not ended after {self._limit_s:g} s: another rank does not take part")
+                    raise NCCLError(f"{name} has not ended after {self.limit_s:g} s: another rank does not take part")
                 time.sleep(_POLL_S)
         except ServerError:
             self.abort()

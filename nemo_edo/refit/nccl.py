@@ -168,8 +168,7 @@ class NCCLSync:
             raise errors[0]
 
     def _give_up(self, replicas: Sequence[Replica], answers: Sequence[Future]) -> None:
-        """Leaves the group. The run's own servers that still wait in NCCL, which nothing else ends, are stopped: the
-        next attempt restarts them."""
+        """Leaves the group. The run's servers that still wait in NCCL are stopped; the next attempt restarts them."""
         if self._group is not None:
             self._group.abort()
         self._group = None

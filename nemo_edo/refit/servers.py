@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from nemo_edo.generation.replica import Replica
 from nemo_edo.utils.http import ServerError
@@ -50,39 +51,33 @@ LEVEL = 2
 ENOUGH = 0.5  # share of the servers' memory that must be freed: CUDA graphs and libraries keep the rest
 
 
+@dataclass(eq=False, repr=False)
 class SleepOnTrainersGPUs:
-    """Servers on the trainer's GPUs free their memory while it trains: vLLM's sleep mode.
+    """Servers on the trainer's GPUs free their memory while it trains: vLLM's sleep mode. Level 2 drops weights and KV
+    cache, as the next refit sends other weights. On waking, the weights' memory is allocated and filled first."""
 
-    Level 2 drops weights and KV cache, as the next refit sends other weights. On waking, the memory of the weights is
-    allocated and filled first, and then that of the cache.
-    """
-
-    def __init__(self, expected_bytes: int, workers: Workers) -> None:
-        """expected_bytes: memory of the servers on all GPUs."""
-        self._expected = expected_bytes
-        self._workers = workers
-        self._released: list[int] = []
-        """Bytes that the last sleep has freed on each rank's GPU; empty before the first."""
+    expected_bytes: int  # memory of the servers on all GPUs
+    workers: Workers
+    released: Sequence[int] = ()  # bytes that the last sleep has freed on each rank's GPU; empty before the first
 
     def begin(self, replicas: Sequence[Replica]) -> None:
         """The servers lose their weights. Raises ServerError where their memory is not free afterwards."""
-        before = self._workers.call(Worker.free_gpu_memory)[0]
+        before = self.workers.call(Worker.free_gpu_memory)[0]
         for replica in replicas:
             replica.request("POST", "/sleep", params={"level": LEVEL})
-        after = self._workers.call(Worker.free_gpu_memory)[0]
-        self._released = [now - then for now, then in zip(after, before, strict=True)]
-        if sum(self._released) < ENOUGH * self._expected:
+        after = self.workers.call(Worker.free_gpu_memory)[0]
+        self.released = [now - then for now, then in zip(after, before, strict=True)]
+        if sum(self.released) < ENOUGH * self.expected_bytes:
             raise ServerError(
-                f"sleeping servers have freed {sum(self._released) / 2**30:.2f} GiB of GPU memory, but use "
-                f"{self._expected / 2**30:.2f} GiB: the trainer would run out of memory; start servers at urls with "
+                f"sleeping servers have freed {sum(self.released) / 2**30:.2f} GiB of GPU memory, but use "
+                f"{self.expected_bytes / 2**30:.2f} GiB: the trainer would run out of memory; start servers with "
                 "--enable-sleep-mode, lower generation.servers.memory_share, or set generation.placement=apart"
             )
 
     def make_room(self) -> None:
-        """Releases the ranks' cached memory. Raises ServerError where a server could not have what it
-        gave back, as weights, gradients and the optimizer's states have taken it."""
-        free = self._workers.call(Worker.free_gpu_memory)[0]
-        for rank, (has, needs) in enumerate(zip(free, self._released or [0] * len(free), strict=True)):
+        """Releases the ranks' cached memory. Raises ServerError where a server could not have what it gave back."""
+        free = self.workers.call(Worker.free_gpu_memory)[0]
+        for rank, (has, needs) in enumerate(zip(free, self.released or [0] * len(free), strict=True)):
             if has < needs:
                 raise ServerError(
                     f"the GPU of rank {rank} has {has / 2**30:.2f} GiB free, and the server that sleeps there needs "

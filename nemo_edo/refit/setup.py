@@ -46,8 +46,7 @@ def check_refit(generation: GenerationConfig, lora: LoRAConfig, model_path: str 
 def build_server_sync(
     generation: GenerationConfig, run: Path, weights: int, workers: Workers, engine: ServerEngine
 ) -> WeightSync:
-    """The WeightSync of a policy. Its first push replaces whatever weights the servers have. weights: bytes of them,
-    which a refit by disk needs room for."""
+    """The WeightSync of a policy. Its first push replaces whatever weights the servers have. weights: bytes of them."""
     refit = generation.refit
     if refit.transport == "nccl":
         gpu = torch.device("cuda", torch.cuda.current_device())

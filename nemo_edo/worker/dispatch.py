@@ -40,8 +40,7 @@ KEY = "nemo_edo/controller"
 MEETING_S = 600.0  # how long rank 0 waits for the others, which have begun with it and have nothing to do before
 CONTROLLER_S = 1800.0  # how long the others wait for rank 0, which checks the command's input first
 DISMISSED = f"{KEY}/dismissed"  # how many ranks have read that there is no work for them
-GRACE_S = 30.0
-"""How long rank 0 may take to come out of a collective after another rank has failed: NCCL waits for ten minutes."""
+GRACE_S = 30.0  # for rank 0 to come out of a collective after another rank has failed: NCCL waits for ten minutes
 ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
 """What gloo, NCCL and torch's store say in a process whose neighbour has ended, or does not answer."""
 STACKS, END = "stacks", "end"
@@ -54,8 +53,7 @@ class Answer:
     call: int
     value: Any = None
     error: str | None = None  # its last line
-    is_shared: bool = False
-    """Whether every rank raises the error, as it does where rank 0 tells the others of a missing file."""
+    is_shared: bool = False  # whether every rank raises it, as where rank 0 tells the others of a missing file
     trace: str = ""
     asked_to_stop: bool = False  # whether this process got SIGTERM or SIGINT
 
@@ -315,10 +313,9 @@ def _meet(others: int, is_asked_to_stop: Callable[[], bool]) -> list[_Rank]:
         names = [str(rank) for rank in range(1, others + 1) if rank not in there]
         return f"rank{'s' * (len(names) > 1)} {', '.join(names)} of {others + 1} at {_place()}"
 
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.create_server(
-        ("", 0), family=family, backlog=others, dualstack_ipv6=family == socket.AF_INET6
-    ) as server:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    with socket.create_server(("", 0), family=family, backlog=others, dualstack_ipv6=dual) as server:
         server.settimeout(0.5)
         _store(is_asked_to_stop).set(KEY, json.dumps([server.getsockname()[1], secret]))
         for _ in waiting(missing, MEETING_S, is_asked_to_stop):
@@ -333,8 +330,7 @@ def _meet(others: int, is_asked_to_stop: Callable[[], bool]) -> list[_Rank]:
 
 
 def meet_controller(is_asked_to_stop: Callable[[], bool] = bool) -> Connection | None:
-    """A worker's connection to the controller; None where the command has no work for workers. Errors as for
-    ``ranks.waiting``."""
+    """A worker's connection to the controller; None where there is no work. Errors as for ``ranks.waiting``."""
     store = _store(is_asked_to_stop)
     store.set_timeout(timedelta(days=365))
     where = store.get(KEY).decode()
@@ -361,10 +357,9 @@ def answer(worker: Worker, message: tuple, asked_to_stop: Callable[[], bool]) ->
     """Executes a call on a worker's rank."""
     number, work, given = message
     try:
-        value, error = work(worker, *given), None
+        return Answer(number, work(worker, *given), asked_to_stop=asked_to_stop())
     except Exception as caught:
         last = traceback.format_exception_only(caught)[-1].strip()
         error = str(caught) if isinstance(caught, UserError) else last
         shared = isinstance(caught, UserError | OSError)
         return Answer(number, None, error, shared, "" if shared else traceback.format_exc(), asked_to_stop())
-    return Answer(number, value, error, asked_to_stop=asked_to_stop())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -21,19 +21,17 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 TOKENS_OF_A_CALL = 2**22
-"""Tokens of a log-probability pass that one call sends, padding included: a rank holds its share of so many, and not
-of the whole collection."""
+"""Tokens of a log-probability pass that one call sends, padding included, so that no rank holds a whole collection."""
 
 
+@dataclass(eq=False, repr=False)
 class RemotePolicy:
     """``interfaces.Policy`` by calls to the workers, which have built its model."""
 
-    def __init__(self, workers: Workers, places: Sequence[Place]) -> None:
-        """places: of each rank."""
-        self.workers = workers
-        self.places = list(places)
-        self.engine: GenerationEngine | None = None
-        self.weight_sync: WeightSync | None = None
+    workers: Workers
+    places: Sequence[Place]  # of each rank
+    engine: GenerationEngine | None = None
+    weight_sync: WeightSync | None = None
 
     @property
     def model(self) -> Any:
@@ -42,11 +40,9 @@ class RemotePolicy:
 
     @property
     def shares(self) -> int:
-        """Data-parallel ranks."""
         return 1 + max(place.share for place in self.places)
 
     def start_training(self, total_steps: int) -> None:
-        """A fresh optimizer, and a schedule over ``total_steps``."""
         self.workers.call(Worker.start_training, total_steps)
 
     def train_step(
@@ -76,8 +72,7 @@ class RemotePolicy:
     def _passes(
         self, batch: TrainingBatch, experts: Tensor | None, work: Callable[..., Tensor | None], *given: Any
     ) -> Tensor:
-        """[2, B, T] of forward passes over the batch, part by part; a pass needs tokens, mask and the experts that are
-        replayed, if any."""
+        """[2, B, T] of forward passes over the batch, part by part; a pass needs tokens, mask and replayed experts."""
         rows = max(1, TOKENS_OF_A_CALL // batch.tokens.shape[1])
         plain = TrainingBatch(batch.tokens, batch.mask, routed_experts=experts)
         parts = []
@@ -89,7 +84,6 @@ class RemotePolicy:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def freeze_reference(self) -> None:
-        """The current policy becomes the reference."""
         self.workers.call(Worker.freeze_reference)
 
     def move_reference(self, kind: str, decay: float) -> None:
@@ -142,8 +136,7 @@ class RemoteEngine:
 
 
 class SameCalls(Workers):
-    """Calls of a program without a controller: every rank makes the same ones, with the same arguments, executes its
-    part, and learns the others' results."""
+    """A program without a controller: every rank makes the same calls, executes its part, and learns all results."""
 
     def __init__(self, model: MegatronGPTModel) -> None:
         super().__init__()

@@ -16,8 +16,7 @@ from nemo_edo.worker.worker import Worker
 
 
 def serve() -> int:
-    """Returns the exit status. SIGTERM and SIGINT do not end the process: the controller learns of them with the next
-    answer, and decides."""
+    """Returns the exit status. SIGTERM and SIGINT do not end the process: the next answer tells the controller."""
     received: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received.append(number))

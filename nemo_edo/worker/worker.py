@@ -1,8 +1,5 @@
-"""What a rank does for the run: it has the model, its optimizer and reference, and the engine over its weights.
-
-The controller calls these methods on all ranks together. Megatron is imported in them: ``begin`` adapts it to the
-machine first.
-"""
+"""What a rank does for the run: it has the model, its optimizer and reference, and the engine over its weights. The
+controller calls these methods on all ranks. Megatron is imported in them: ``begin`` adapts it to the machine first."""
 
 from __future__ import annotations
 
@@ -61,8 +58,7 @@ class Worker:
         platform.init_process_group(platform.enter(threads))
 
     def build(self, training: SFTConfig | GRPOConfig | IDPOConfig, weights: Path | None, settings: dict) -> Place:
-        """The model class that ``training`` is the config of, with the weights of a checkpoint; None: those of its
-        folder. settings: of ``model_config``."""
+        """weights: a checkpoint's; None: those of the model's folder. settings: of ``model_config``."""
         self.begin(settings["parallelism"], settings["seed"], settings["threads"])
         from nemo_edo.megatron import checkpoint
         from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
@@ -85,18 +81,18 @@ class Worker:
 
     def place(self) -> Place:
         from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
 
         from nemo_edo.megatron.layer_spec import kernels
 
         return Place(
             share=parallel_state.get_data_parallel_rank(),
             answers=self._answers,
-            layers=self.model.built.num_layers,
+            layers=get_model_config(self.model.built.training_chunks[0]).num_layers,
             kernels=kernels(self.model.built.chunks),
         )
 
     def drop(self) -> None:
-        """Frees the model's memory."""
         self.model = self._engine = self._writing = None
         free_unused_memory()
 
@@ -167,14 +163,12 @@ class Worker:
         return self._writing.is_finished(wait=wait)
 
     def load(self, folder: Path) -> None:
-        """The weights alone."""
         from nemo_edo.megatron import checkpoint
 
         checkpoint.load(self.model.policy, folder)
 
     def resume(self, folder: Path, with_reference: bool) -> str | None:
-        """Weights and optimizer, after ``check_checkpoint``. Returns how the checkpoint's layout differs from this one,
-        if it does."""
+        """Weights and optimizer, after ``check_checkpoint``. Returns how the layouts differ, if they do."""
         from nemo_edo.megatron import checkpoint
 
         checkpoint.load(self.model.policy, folder, with_optimizer=True, is_checked=True)
@@ -215,8 +209,7 @@ class Worker:
         self, requests: list[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int]
     ) -> list[Rollout] | None:
         """Responses to the share's requests, without their prompts, which the controller has. longest: prompt and
-        response of all shares, in tokens. Tells places and responses of those that have ended meanwhile, now and then
-        none."""
+        response of all shares, in tokens. Tells places and responses of those that end meanwhile, perhaps none."""
         told_at = time.monotonic()
 
         def without_prompts(rollouts: list[Rollout]) -> list[Rollout]:
@@ -234,27 +227,23 @@ class Worker:
     # --- weights for others ---------------------------------------------------------------------------------------
 
     def export(self, folder: Path, max_shard_bytes: int, merge_adapters: bool) -> None:
-        """A Hugging Face folder."""
         from nemo_edo.megatron.hf_export import export_hf_folder
 
         export_hf_folder(self.model.built, folder, max_shard_bytes, merge_adapters=merge_adapters)
 
     def export_adapters(self, folder: Path, base: str | None) -> None:
-        """A PEFT folder."""
         from nemo_edo.megatron.hf_export import export_adapter_folder
 
         export_adapter_folder(self.model.built, folder, base)
 
     def stream_weights(self, take: Callable[[str, Tensor], None] = lambda name, weight: None) -> None:
-        """The current weights under Hugging Face's names, one at a time, in the same order each time; on rank 0
-        ``take`` gets them."""
+        """Gives ``take``, on rank 0, the current weights as ``hf_export.streamed``."""
         from nemo_edo.megatron.hf_export import streamed
 
         for name, weight in streamed(self.model.built):
             take(name, weight)
 
     def free_gpu_memory(self) -> list[int]:
-        """Free bytes on each rank's GPU."""
         from nemo_edo.parallel.free_memory import free_gpu_memory
 
         return free_gpu_memory()
