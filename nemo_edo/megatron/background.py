@@ -33,12 +33,7 @@ class Writing:
     """A state that is being written into a folder. What the training does to the state meanwhile does not reach it."""
 
     def __init__(
-        self,
-        state: dict,
-        folder: Path,
-        *,
-        content_metadata: dict[str, Any],
-        finish: Callable[[dict[str, str]], None],
+        self, state: dict, folder: Path, *, content_metadata: dict[str, Any], finish: Callable[[dict[str, str]], None]
     ) -> None:
         """Every rank calls it at the same place. finish: called, on every rank, once all files but its own are there,
         with the checksums of those that this rank has written."""
@@ -79,10 +74,8 @@ class Writing:
 def _write(
     transforms: list, trainer: int, checksums: _Mailbox, rank: int, buckets: Sequence[tuple], results: _Mailbox
 ) -> None:
-    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory.
-
-    Each bucket is a file. Megatron's loop over them would report a failed one by the class of its error alone.
-    """
+    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory. Each
+    bucket is a file. Megatron's loop over them would report a failed one by the class of its error alone."""
     end_with(trainer)
     written = {}
     for place, bucket in enumerate(buckets):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.utils import get_model_config
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig
@@ -24,7 +25,6 @@ from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import check_family, set_latent_norms, set_layer_spec
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support
 from nemo_edo.megatron.precision import configure as configure_precision
-from nemo_edo.megatron.routing import forget_routers
 from nemo_edo.megatron.splits import check_adapters, check_context_parallel, check_device, check_splits
 
 if TYPE_CHECKING:
@@ -44,11 +44,6 @@ class BuiltModel:
     lora: LoRAConfig | None  # of its adapters; None where all weights are trained
     seed: int  # of the adapters' initial weights
     stale: bool = False  # whether an optimizer step has changed weights that other ranks may not have gathered yet
-
-    @property
-    def num_layers(self) -> int:
-        """Of the whole model, on all pipeline stages."""
-        return get_model_config(self.training_chunks[0]).num_layers
 
     @property
     def chunks(self) -> list[MegatronModule]:
@@ -115,11 +110,8 @@ def build_model(
     attention: str = ModelConfig.attention,
 ) -> BuiltModel:
     """The model of a Hugging Face folder with its weights, split as Megatron's process groups say, and wrapped in
-    Megatron's DistributedDataParallel, as its optimizer needs.
-
-    lora: where its rank is not 0, weights are frozen and adapters are trained. seed: of their initial weights.
-    attention: as in ``ModelConfig``.
-    """
+    Megatron's DistributedDataParallel, as its optimizer needs. lora: where its rank is not 0, weights are frozen and
+    adapters are trained. seed: of their initial weights. attention: as in ``ModelConfig``."""
     from megatron.bridge import AutoBridge
     from megatron.bridge.models.hf_pretrained.state import StateDict
 
@@ -141,7 +133,7 @@ def build_model(
     if lora:
         check_adapters(lora, provider, parallelism.tensor_model_parallel_size)
         provider.register_pre_wrap_hook(partial(adapters.add_adapters, config=lora, seed=seed))
-    forget_routers()
+    RouterReplay.clear_global_router_replay_instances()  # Megatron keeps those of all models
     try:
         provider.finalize()
         with contextlib.redirect_stdout(io.StringIO()) as said:  # Bridge prints its progress
@@ -216,8 +208,7 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
     provider.attention_dropout = provider.hidden_dropout = 0.0
     # Without it, Megatron leaves split weights unmarked, and the gradient norm counts those of one rank only.
     provider.perform_initialization = True
-    # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums gradients over
-    # micro-batches and data-parallel ranks, and divides by nothing.
+    # Losses divide by global counts themselves (forward_backward.py): with this, Megatron sums and divides by nothing.
     provider.calculate_per_token_loss = True
     # Bridge adds weight gradients up in the matrix product where Transformer Engine can. Megatron's output layer, which
     # is not Transformer Engine's, raises unless it has apex's kernel for it.

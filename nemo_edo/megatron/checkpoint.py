@@ -20,19 +20,17 @@ from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.megatron.background import Writing
 from nemo_edo.megatron.lora import describe
 from nemo_edo.megatron.optimizer_state import begin_adam, count_adam_steps, distributed
-from nemo_edo.megatron.pickles import check_metadata, check_scales, plain_objects_only, reading_checked_scales
+from nemo_edo.megatron.pickles import check_metadata, check_scales, plain_objects_only, switched_on
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
-from nemo_edo.parallel.main_rank import on_main
+from nemo_edo.parallel.main_rank import gathered, on_main
 from nemo_edo.utils.files import checksum, read_object, write_text
 
 ABOUT = "about.json"
 
 
 def save(policy: MegatronPolicy, folder: Path, **settings: Any) -> None:
-    """Writes a checkpoint folder; it appears under its name only when it is whole. Every rank calls it.
-
-    An earlier folder of that name is replaced. ``settings`` as in ``begin_save``.
-    """
+    """Writes a checkpoint folder, which appears under its name only when it is whole, and replaces an earlier one.
+    Every rank calls it. ``settings`` as in ``begin_save``."""
     begin_save(policy, folder, **settings).is_finished(wait=True)
 
 
@@ -48,8 +46,7 @@ def begin_save(
     """``save`` in the background: training may continue while the files are written.
 
     reference: a frozen copy of the policy's weights (``snapshot``) to be saved as well. extra: what ``load_extra``
-    returns, plain values for JSON. reshardable: whether the state of a distributed optimizer can be loaded at another
-    number of ranks.
+    returns, plain values for JSON. reshardable: whether a distributed optimizer's state loads at any number of ranks.
     """
     staging = folder.with_name(folder.name + ".part")
 
@@ -90,13 +87,7 @@ def load_extra(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()  # the distributed optimizer copies into parameters
-def load(
-    policy: MegatronPolicy,
-    folder: Path,
-    *,
-    with_optimizer: bool = False,
-    is_checked: bool = False,
-) -> None:
+def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
     """Puts a checkpoint's weights (and optimizer state) in place, once all of it is verified.
 
     The layout may differ from the saved one, unless a distributed optimizer's state was saved without ``reshardable``.
@@ -120,7 +111,7 @@ def load(
             check_scales(folder, model)
     for index, (chunk, model) in enumerate(zip(unwrap_model(policy.chunks), models, strict=True)):
         extra = {name: part.data for name, part in own.get(f"model{index}", {}).items()}
-        with reading_checked_scales():
+        with switched_on("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"):  # scales, which check_scales has passed
             chunk.load_state_dict(model | extra)
     if with_optimizer:
         policy.optimizer.load_state_dict(state["optimizer"])
@@ -257,8 +248,7 @@ CHECKSUMS = "checksums.json"
 def write_checksums(folder: Path, known: dict[str, str]) -> None:
     """Adds ``checksums.json`` to a folder that all ranks have written into. Every rank calls it with what it knows of
     the checksums, by file name; the first one reads what is left."""
-    found: list[dict[str, str] | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(found, known)
+    found = gathered(known)
 
     def write() -> None:
         checksums = {name: value for part in found for name, value in part.items()}
@@ -270,9 +260,7 @@ def write_checksums(folder: Path, known: dict[str, str]) -> None:
 
 def check_checksums(folder: Path) -> None:
     """Raises DamagedCheckpoint, on every rank, if a file is missing, new or changed. Every rank reads its share."""
-    faults: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(faults, _fault(folder))
-    if fault := next(filter(None, faults), None):
+    if fault := next(filter(None, gathered(_fault(folder))), None):
         raise DamagedCheckpoint(f"{folder} is damaged: {fault}")
 
 

@@ -1,5 +1,4 @@
-"""Megatron's cache of keys and values for decoding, from which ended rows can leave, and one that stores a prompt once,
-however many responses follow it.
+"""Megatron's cache for decoding, from which ended rows can leave, and one that stores a prompt once for all responses.
 
 At each new token attention reads all keys and values of a row, and for rows of one prompt most of them are the same.
 Here the prompt's are read once for all of its rows, as one product of matrices (Juravsky et al. 2024, "Hydragen"); the
@@ -70,8 +69,7 @@ def empty_rows(cache: Tensor, rows: int, length: int, *, by_head: bool) -> Tenso
 
 @dataclass(frozen=True)
 class PromptRows:
-    """Which rows follow which prompt; converts to and from [prompts, most, ...], where a prompt's rows come first and
-    arbitrary padding follows."""
+    """Which rows follow which prompt; converts to [prompts, most, ...]: a prompt's rows, then arbitrary padding."""
 
     owner: Tensor  # [rows] int64: each row's prompt
     prompts: int
@@ -130,9 +128,8 @@ class CachedPrompts:
 
 
 class PromptCacheContext(CacheContext):
-    """A cache for what follows the prompts alone; ``RotatingSelfAttention`` hands the prompts' part to the
-    core of the attention. Positions in the cache count from the prompts' end; rows that are added later begin at later
-    places."""
+    """A cache for what follows the prompts alone; ``RotatingSelfAttention`` hands the prompts' part to the core of the
+    attention. Positions count from the prompts' end; rows that are added later begin at later places."""
 
     def __init__(self, prompts: CacheContext, owner: Tensor, length: int, lengths: Tensor | None = None) -> None:
         """prompts: the cache of a forward pass over the prompts, which this empties. owner: [rows] each row's prompt.
@@ -159,8 +156,7 @@ class PromptCacheContext(CacheContext):
         return self.sequence_len_offset == self._places
 
     def add(self, prompts: CacheContext, owner: Tensor, lengths: Tensor) -> None:
-        """More rows, whose first tokens are the next ones, of a cache that was given ``lengths``. The arguments are
-        those of ``__init__``."""
+        """More rows, whose first tokens are the next ones, of a cache with ``lengths``; arguments of ``__init__``."""
         there, filled = self._rows.owner, self.sequence_len_offset
         used, there = torch.unique(there, return_inverse=True)  # the prompts that still have rows
         longest, count = max(self.prefix, prompts.sequence_len_offset), len(there) + len(owner)

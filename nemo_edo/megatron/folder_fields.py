@@ -57,26 +57,23 @@ UNREAD: dict[str, Callable[[PretrainedConfig], Any]] = {
     "ep_size": lambda config: 1,
 }
 """Fields of published files that transformers' models do not read, with the only value that is right."""
-FURTHER = "num_nextn_predict_layers"
-"""Layers that predict further tokens, which some published folders have and transformers leaves out."""
+FURTHER = "num_nextn_predict_layers"  # which some published folders have and transformers leaves out
 NOT_TRAINED = dict.fromkeys(
     (FURTHER, "mtp_num_hidden_layers", "mtp_num_layers"),
     "layers that predict further tokens are not trained; remove them from the folder",
 )
 STEERING = frozenset(("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"))
 """What config classes make other fields of, and models do not read."""
-ABOVE_0 = (
+ABOVE_0 = (  # Megatron takes 0 of some of them for none
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts"),
     *("n_group", "topk_group", "routed_scaling_factor", "query_pre_attn_scalar", "final_logit_softcapping"),
     "attn_logit_softcapping",
 )
-"""Megatron takes 0 of some of them for none."""
-MADE_ERRORS = (
+MADE_ERRORS = (  # of transformers, Bridge and megatron-core for a config that they do not take
     *(StrictDataclassError, KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError),
     *(ArithmeticError, ImportError),
 )
-"""Errors of transformers, Bridge and megatron-core for a config that they do not take."""
 
 IMPLIED = {"gemma3_text": "linear", "exaone_moe": "llama3"}
 """The scaling of positions that Bridge computes where there is a factor, without having read its type."""
@@ -118,9 +115,7 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
 
 def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: Provider, source: str) -> Any:
     """Bridge's provider of the config. Raises UserError where transformers would compute something else than it.
-
-    config: ``load_config`` of the fields. provider: Bridge's, made from a config.
-    """
+    config: ``load_config`` of the fields. provider: Bridge's, made from a config."""
     # The names that the config's class declares: it also takes any other, and keeps it.
     declared = {field.name for field in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
     declared |= set(type(config)().to_dict()) | set(config.attribute_map)
@@ -188,8 +183,7 @@ def _check_experts(config: PretrainedConfig, provider: Any, source: str) -> None
 
 
 def _check_windows(config: PretrainedConfig, provider: Any, source: str) -> None:
-    """Raises UserError for windows that Bridge does not read although they are the family's default, and for EXAONE's
-    layers without positions."""
+    """Raises UserError for default windows that Bridge does not read, and for EXAONE's layers without positions."""
     types, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
     if window is None:
         return

@@ -21,6 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from nemo_edo.data.model_folder import LAYER, StoredTensor, read_headers
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.folder_fields import FURTHER, MADE_ERRORS, not_taken
+from nemo_edo.parallel.main_rank import gathered
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of weights as they are. Others are quantised, and need scales that Bridge would not apply."""
@@ -86,9 +87,7 @@ class CheckedSource(SafeTensorsStateSource):
 
 def check_weights(folder: Path, config: PretrainedConfig, mappings) -> CheckedSource:
     """The folder's weights. Raises UserError for tensors that are missing, surplus, quantised or of another shape.
-
-    config: the folder's, as transformers reads it. mappings: Bridge's registry of the tensors that it converts.
-    """
+    config: the folder's, as transformers reads it. mappings: Bridge's registry of the tensors that it converts."""
     checked = CheckedSource(folder, config)
     tensors, shapes, tied = checked.tensors, checked.shapes, checked.tied
     quantised = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS]
@@ -150,9 +149,7 @@ def check_finite(source: CheckedSource) -> None:
 
 
 def _of_all_ranks(names: Iterable[str]) -> list[str]:
-    ranks: list[list[str]] = [[]] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(ranks, list(names))
-    return sorted(set().union(*ranks))
+    return sorted(set().union(*gathered(list(names))))
 
 
 def _wrong_shape(name: str, stored: StoredTensor, shape: tuple[int, ...]) -> str:

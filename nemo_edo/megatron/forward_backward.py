@@ -27,7 +27,7 @@ from nemo_edo.megatron.platform import moved
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.megatron.routing import own_routing_afterwards, set_recomputing, set_replayed
 from nemo_edo.megatron.shared_prompts import shared_inputs
-from nemo_edo.parallel.main_rank import any_rank
+from nemo_edo.parallel.main_rank import any_rank, gathered
 from nemo_edo.types import TrainingBatch
 
 TERM = "term:"  # before the names of the loss's terms, among the metrics
@@ -67,8 +67,7 @@ def forward_backward(
 
 @torch.no_grad()
 def logprobs_and_entropy(policy: MegatronPolicy, share: Share, temperature: float) -> Tensor:
-    """Log-probabilities and exact entropies (nats) of the share's rows, as ``share_values`` makes them; zero where the
-    mask is."""
+    """Log-probabilities and exact entropies (nats) of the share's rows, as of ``share_values``; 0 where the mask is."""
     readout = _Readout(policy.head, temperature)
     stored = _run_schedule(policy, policy.chunks, share, readout, forward_only=True)
     return share_values(share, stored, policy.device)
@@ -144,8 +143,7 @@ class _Readout:
 def _run_schedule(
     policy: MegatronPolicy, chunks: list[MegatronModule], share: Share, readout: _Readout, forward_only: bool
 ) -> list:
-    """Megatron's schedule over the share's micro-batches; returns the third value of ``readout`` for each of them, on
-    the last pipeline stage (an empty list on the others)."""
+    """Megatron's schedule over the share: ``readout``'s third values on the last pipeline stage, [] on the others."""
     # On the CPU, and then moved: which positions are read, and how packs are laid out, would wait for a GPU.
     micro_batches = [inputs.to(policy.device) for inputs in _inputs(share, policy.built.vocab_size)]
     get_model_config(chunks[0]).finalize_model_grads_func = _sum_gradients
@@ -163,8 +161,7 @@ def _run_schedule(
 
 
 def _inputs(share: Share, vocab_size: int) -> list[ModelInputs]:
-    """What the model sees of the share's micro-batches. Raises ValueError for token ids outside the vocabulary: an
-    embedding on a GPU would end the process."""
+    """What the model sees. Raises ValueError for ids outside the vocabulary, which would end a process on a GPU."""
     least, most = (int(value) for value in share.rows.tokens.aminmax())
     if least < 0 or most >= vocab_size:
         raise ValueError(f"token ids are {least} to {most}, expected 0 to {vocab_size - 1}")
@@ -197,8 +194,7 @@ def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, flo
 
 
 def _pairs(terms: Mapping[str, LossTerm]) -> dict[str, Tensor]:
-    """Each term's sum and count, [2] float64 on the sum's device, copied together: a GPU would launch three kernels for
-    each. A count may be a plain number."""
+    """Each term's sum and count, [2] float64 on the sum's device, copied together. A count may be a plain number."""
     sums = torch.stack([term.sum.detach() for term in terms.values()]).double()
     counts = torch.stack(
         [term.count if isinstance(term.count, Tensor) else sums.new_full((), term.count) for term in terms.values()]
@@ -215,8 +211,7 @@ def _reduce_metrics(policy: MegatronPolicy, stored: list[dict[str, Tensor]]) -> 
         policy.metric_names = names
     elif any_rank(bool(names) and names != policy.metric_names):  # lists are pickled, which waits for a GPU ten times
         # The names in any micro-batch of any rank: a rank whose rows are all padding has none.
-        found: list[list[str]] = [[]] * group.size()
-        torch.distributed.all_gather_object(found, names, group=group)
+        found = gathered(names, group)
         shared, last = [sorted(set().union(*found))], parallel_state.get_pipeline_model_parallel_last_rank()
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         torch.distributed.broadcast_object_list(shared, src=last, group=pipeline)

@@ -15,14 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_edo.data.model_folder import LAYER, StoredTensor, usual_modes, write_files
+from nemo_edo.data.model_folder import INDEX, LAYER, StoredTensor, usual_modes, write_files
 from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:
     from nemo_edo.megatron.bridge import BuiltModel
 
 logger = logging.getLogger(__name__)
-INDEX = "model.safetensors.index.json"
 
 
 def export_hf_folder(
@@ -50,19 +49,16 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
     the weights; one file is in memory at a time. A tensor larger than ``max_bytes`` gets a separate file. All ranks
     take the weights, which makes them gather each one; the first rank writes."""
     writes = torch.distributed.get_rank() == 0
-    shards: list[dict[str, int]] = []  # the sizes of each file's tensors, by name
+    shards: dict[Path, dict[str, int]] = {}  # the sizes of each file's tensors, by name
     shard: dict[str, Tensor] = {}
 
-    def unnamed(number: int) -> Path:  # how many files there will be, and so their names, is not known yet
-        return out / f"shard-{number + 1:05d}.safetensors"
-
     def write() -> None:
-        path = unnamed(len(shards))
+        path = out / f"shard-{len(shards):05d}.safetensors"  # how many there will be, and so their names, is not known
         try:
             save_file(shard, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise UserError(f"{path} cannot be written: {error}") from error
-        shards.append({name: tensor.nbytes for name, tensor in shard.items()})
+        shards[path] = {name: tensor.nbytes for name, tensor in shard.items()}
         shard.clear()
 
     for name, tensor in weights:
@@ -74,12 +70,14 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
         write()
         names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
         names = names if len(shards) > 1 else ["model.safetensors"]
-        for number, name in enumerate(names):
-            unnamed(number).replace(out / name)
+        for path, name in zip(shards, names, strict=True):
+            path.replace(out / name)
         if len(shards) > 1:
             index = {
-                "metadata": {"total_size": sum(size for shard in shards for size in shard.values())},
-                "weight_map": {tensor: name for sizes, name in zip(shards, names, strict=True) for tensor in sizes},
+                "metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards.values())},
+                "weight_map": {
+                    tensor: name for path, name in zip(shards, names, strict=True) for tensor in shards[path]
+                },
             }
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     torch.distributed.barrier()
@@ -110,8 +108,7 @@ def _is_beyond(name: str, config: Any) -> bool:
 
 
 def streamed(model: BuiltModel, *, merge_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The weights under Hugging Face's names, one at a time and in the same order each time. All ranks iterate it
-    together."""
+    """The weights by Hugging Face's names, one at a time, in the same order each time. All ranks iterate together."""
     with contextlib.redirect_stdout(io.StringIO()):  # Bridge prints its progress
         for name, weight in model.bridge.export_hf_weights(
             model.chunks, cpu=False, show_progress=False, merge_adapter_weights=merge_adapters

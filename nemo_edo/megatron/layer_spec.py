@@ -45,10 +45,8 @@ LATENT_EPS = 1e-6
 
 def set_layer_spec(provider, attention: str, device: torch.device) -> None:
     """Gives Megatron-Bridge's ``provider`` the layers of ``model.attention``; Bridge's own are Transformer Engine's. On
-    a CPU it also turns off the kernels that exist for CUDA only.
-
-    Raises UserError for an attention that this machine or this model does not allow.
-    """
+    a CPU it also turns off the kernels that exist for CUDA only. Raises UserError for an attention that this machine or
+    this model does not allow."""
     complete_tables()
     te = HAVE_TE and device.type == "cuda"
     change = local_changes(provider) if attention in CORES or not te else None
@@ -63,16 +61,9 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
         for name, value in without_cuda.CONFIG.items():
             setattr(provider, name, value)
     elif not HAVE_TE:
-        try:
-            import transformer_engine.pytorch  # noqa: F401
-
-            why = "its import has failed before"
-        except ImportError as error:
-            why = str(error)
         logger.warning(
-            "Transformer Engine is absent (%s): torch's and Megatron's own layers replace its faster ones, and FP8 and "
-            "context parallelism are not available",
-            why,
+            "Transformer Engine is absent: torch's and Megatron's own layers replace its faster ones, and FP8 and "
+            "context parallelism are not available"
         )
         # The kernels that come with it or with apex.
         provider.apply_rope_fusion = provider.moe_permute_fusion = False
@@ -80,7 +71,7 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
             provider.masked_softmax_fusion = False
 
 
-NEEDS_TE = {
+NEEDS_TE = {  # by model_type: families that Bridge converts and local layers cannot compute, with what they lack
     "deepseek_v4": "compressed attention",
     "falcon_h1": "Mamba layers",
     "gemma4": "layers with two sizes of heads",
@@ -93,12 +84,10 @@ NEEDS_TE = {
     "qwen3_5_text": "linear attention",
     "qwen3_next": "linear attention",
 }
-"""By model_type: families that Megatron-Bridge converts and local layers cannot compute, with what they lack."""
 
 
 def check_family(model_type: str | None, source: str) -> None:
-    """Raises UserError for a family whose layers need Transformer Engine on a machine without, and for one that
-    Megatron-Bridge takes for another. source: of the model."""
+    """Raises UserError for a family that needs Transformer Engine on a machine without, or that Bridge mistakes."""
     if model_type == "ernie4_5_moe":
         raise UserError(
             f"{source}: model_type {model_type} chooses experts by softmax, and Megatron-Bridge 0.6 by sigmoid: "
@@ -132,8 +121,7 @@ def local_layer_spec(
     core_attention: type = SDPAttention,
     change: Callable[[ModuleSpec], None] = lambda layer: None,
 ) -> TransformerBlockSubmodules:
-    """Megatron's local layers of this pipeline stage and virtual stage, with norms that allow sequence parallelism.
-    change: makes a layer the model's family's."""
+    """Megatron's local layers of this stage, with norms that allow sequence parallelism. change: as the family's."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -162,8 +150,7 @@ def set_latent_norms(chunks: list[MegatronModule]) -> list[MegatronModule]:
 
 
 def check_packing(chunks: Iterable[torch.nn.Module], *, share_prompts: bool = False) -> None:
-    """Raises UserError where a layer cannot keep packed sequences apart, or its attention does not support prompts that
-    they share."""
+    """Raises UserError where a layer cannot keep packed sequences apart, or its attention support shared prompts."""
     from megatron.bridge.models.falcon_h1.modeling_falconh1.falconh1_layer import FalconH1Layer
     from megatron.bridge.models.gemma.gemma2_provider import Gemma2DotProductAttention
 
@@ -211,12 +198,11 @@ def products_of_few_rows(chunks: list[MegatronModule]) -> AbstractContextManager
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
-FUSED = {
+FUSED = {  # module and package of what Megatron computes with on GPUs where it is installed, else without
     "Transformer Engine": ("transformer_engine.pytorch", "transformer-engine"),
     "fused weight gradients": ("fused_weight_gradient_mlp_cuda", "apex"),
     "flash attention": ("flash_attn", "flash-attn"),
 }
-"""Module and package of what Megatron computes with on GPUs where it is installed, and does without otherwise."""
 
 
 def fused_kernels() -> dict[str, str]:

@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 
 
 def add_adapters(chunks: list[MegatronModule], config: LoRAConfig, seed: int) -> list[MegatronModule]:
-    """Freezes every weight and adds adapters to the target layers; before DistributedDataParallel.
-
-    Raises UserError where a target names no layer of the model.
-    """
+    """Freezes every weight and adds adapters to the target layers; before DistributedDataParallel. Raises UserError
+    where a target names no layer of the model."""
     from megatron.bridge.peft.lora import LoRA
 
     # Only in the decoder: elsewhere (extra layers that predict further tokens) a name would not tell the place.

@@ -1,8 +1,7 @@
 """The state of Megatron's optimizers in checkpoints.
 
 Adam is PyTorch's on a CPU and Transformer Engine's on a GPU, which Megatron's distributed optimizer is written for.
-PyTorch's counts steps for each parameter, Transformer Engine's for each group of parameters, and their groups have
-settings that the other lacks.
+PyTorch's counts steps for each parameter, the other for each group of parameters, and their groups' settings differ.
 
 Of a distributed optimizer each rank writes and reads its own share, a flat range of each parameter. Megatron's
 reshardable format has whole parameters: it gathers them on the first data-parallel rank, and at loading each rank reads
@@ -71,8 +70,7 @@ def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
 
 
 def _set_with_counter(part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
-    """With the step counter that the parameter has already: Megatron leaves it out of a reshardable state, and asks for
-    it when that is put in place."""
+    """With the parameter's present step counter, which a reshardable state lacks and Megatron asks for."""
     group, place = part.model_param_group_index_map[parameter]
     state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
     DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {"step": state["step"], **tensors})

@@ -80,10 +80,8 @@ class LossHead:
 
     def __call__(self, outputs: Tensor, targets: Tensor, read: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probabilities of ``targets`` [b, s] and entropies, of softmax(logits / temperature), each [b, s]; zero
-        but at ``read``, the indices [n] into the b * s positions that the loss reads.
-
-        outputs: the model's, [b, s, hidden], or [b, s, V / tp] where its output layer does more than multiply.
-        """
+        but at ``read``, the indices [n] into the b * s positions that the loss reads. outputs: the model's, [b, s,
+        hidden], or [b, s, V / tp] where its output layer does more than multiply."""
         chosen = outputs.flatten(0, 1).index_select(0, read)[None]
         values = self._of_positions(chosen, targets.flatten().index_select(0, read)[None], temperature)
         nothing = values[0].new_zeros(targets.numel())
@@ -110,8 +108,5 @@ class LossHead:
 
 def in_own_type(chunk: MegatronModule) -> dict[str, bool]:
     """The argument that keeps Megatron's wrapper of 16-bit models from copying their outputs to fp32."""
-    while hasattr(chunk, "module"):
-        if isinstance(chunk, Float16Module):
-            return {"fp32_output": False}
-        chunk = chunk.module
-    return {}
+    wrapped = any(isinstance(module, Float16Module) for module in chunk.modules())
+    return {"fp32_output": False} if wrapped else {}

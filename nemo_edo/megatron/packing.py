@@ -1,5 +1,4 @@
-"""What the model sees of a micro-batch: one row per sequence, or all sequences packed into one row; which shapes a
-layout asks for, and how sequences are shared by context-parallel ranks.
+"""What the model sees of a micro-batch, in rows or packed; a layout's shapes; shares of context-parallel ranks.
 
 A rank gets chunks r and 2 C - 1 - r of each sequence's 2 C, whose causal attention costs every rank the same. In a
 pack each sequence is padded to a multiple of 2 C and cut by itself, as Transformer Engine's ring attention reads it
@@ -31,8 +30,7 @@ R = TypeVar("R")
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's description of a pack, and what is read of it on the host: reading it from the GPU would wait for it
-    in each layer."""
+    """Megatron's description of a pack, and what each layer reads on the host, without waiting for a GPU."""
 
     lengths: tuple[int, ...] = ()  # tokens of each sequence, its padding included
 
@@ -78,8 +76,7 @@ class ModelInputs:
 
 
 def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
-    """A row for each sequence, padded to ``shape``. It needs no attention mask: causal attention never looks ahead into
-    the padding."""
+    """A row for each sequence, padded to ``shape``; no attention mask, as causal attention never sees the padding."""
     order = context_order((shape[1],))
 
     def padded(values: Tensor) -> Tensor:
@@ -112,8 +109,7 @@ def packed_inputs(micro: TrainingBatch, lengths: Sequence[int], shape: tuple[int
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
-        # Transformer Engine's ring attention asks for these, and reads all of them from the GPU in each layer unless it
-        # is told that there are no gaps.
+        # Transformer Engine's ring attention asks for these, and reads them in each layer unless there are no gaps.
         cu_seqlens_q_padded=boundaries,
         cu_seqlens_kv_padded=boundaries,
         pad_between_seqs=False,
@@ -153,8 +149,7 @@ def input_shapes(config: TransformerConfig) -> InputShapes:
 
 
 def pad_to(tokens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Token ids [b, s], or values [b, s, ...], padded with zeros to [rows, length, ...]. Causal attention never looks
-    at them."""
+    """Token ids [b, s], or values [b, s, ...], padded with zeros to [rows, length, ...]."""
     rows, length = shape
     behind = (0, 0) * (tokens.ndim - 2)
     return F.pad(tokens, (*behind, 0, length - tokens.shape[1], 0, rows - tokens.shape[0]))
@@ -183,11 +178,8 @@ def context_share(tensor: Tensor, order: Tensor | None) -> Tensor:
 
 
 def gather_context(tensor: Tensor, order: Tensor | None) -> Tensor:
-    """[r, s * C, ...] from every context-parallel rank's share [r, s, ...], the inverse of ``context_share``.
-
-    Every rank then computes the same loss from it. A rank's gradient is that of its own share, once: Megatron adds up
-    what the ranks have of the weights' gradients.
-    """
+    """[r, s * C, ...] from every context-parallel rank's share [r, s, ...], the inverse of ``context_share``. All ranks
+    compute the same loss from it; a rank's gradient is that of its own share, and Megatron adds up the weights'."""
     return tensor if order is None else _GatherContext.apply(tensor, order)
 
 

@@ -95,7 +95,7 @@ def plain_objects_only(folder: Path) -> Iterator[None]:
     classes, which the settings of an offloaded optimizer name. UserError in the place of the errors of torch's readers:
     the checkpoint holds other objects, or is none."""
     try:
-        with _switched_on("TORCH_FORCE_WEIGHTS_ONLY_LOAD"), torch.serialization.safe_globals([Adam, CPUAdam]):
+        with switched_on("TORCH_FORCE_WEIGHTS_ONLY_LOAD"), torch.serialization.safe_globals([Adam, CPUAdam]):
             yield
     except (CheckpointException, pickle.UnpicklingError) as error:
         lines = str(error).strip().splitlines()
@@ -103,14 +103,8 @@ def plain_objects_only(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder} cannot be loaded: {cause}") from error
 
 
-def reading_checked_scales() -> contextlib.AbstractContextManager[None]:
-    """Inside the block, Transformer Engine's layers read pickled scales, which it refuses by itself since 2.20. For
-    what ``check_scales`` has passed."""
-    return _switched_on("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE")
-
-
 @contextlib.contextmanager
-def _switched_on(variable: str) -> Iterator[None]:
+def switched_on(variable: str) -> Iterator[None]:
     """The environment variable is 1 inside the block."""
     earlier = os.environ.get(variable)
     os.environ[variable] = "1"

@@ -1,5 +1,4 @@
-"""Everything between a fresh process and a model: the machine (CUDA with NCCL, or CPU cores with gloo), and torch's
-and Megatron's process groups.
+"""Everything between a fresh process and a model: CUDA with NCCL or CPU cores with gloo, and process groups.
 
 ``enter`` is called once, explicitly, before a model is built. On a machine with CUDA it chooses this process's GPU; on
 one without, ``cpu/without_cuda.py`` answers where Megatron assumes CUDA, or Transformer Engine. ``layer_spec.py``
@@ -19,21 +18,19 @@ from torch import Tensor
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
+from nemo_edo.megatron.cpu import without_cuda
 from nemo_edo.megatron.splits import check_world
 from nemo_edo.utils.processes import end_with_torchrun
 
 NEVER_USED = ("wandb", "sklearn")
-"""Packages that megatron-core (to compare a writer of times with wandb's) and transformers (for assisted generation)
-import where they are installed, at 2 CPU seconds for every process."""
+"""What megatron-core and transformers import where they are installed, at 2 CPU seconds for every process."""
 
 _entered: torch.device | None = None
 
 
 def enter(threads: int | None = None) -> torch.device:
     """Makes this process ready for Megatron and returns the device that models live on. Later calls change nothing.
-
-    threads: CPU threads of this process; None leaves torch's choice (torchrun sets OMP_NUM_THREADS=1).
-    """
+    threads: CPU threads of this process; None leaves torch's choice (torchrun sets OMP_NUM_THREADS=1)."""
     global _entered
     if _entered is None:
         # Megatron overlaps tensor-parallel communication in the order of one queue. CUDA reads it as it starts.
@@ -43,21 +40,14 @@ def enter(threads: int | None = None) -> torch.device:
     return _entered
 
 
-# The two imports of cpu/ outside layer_spec.py: torch has to be adapted before Megatron is imported.
-
-
 def _enter_a_cpu(threads: int | None) -> torch.device:
-    from nemo_edo.megatron.cpu import without_cuda
-
     if threads is not None:
         torch.set_num_threads(threads)
-    without_cuda.adapt()
+    without_cuda.adapt()  # before Megatron is imported
     return torch.device("cpu")
 
 
 def _enter_a_gpu() -> torch.device:
-    from nemo_edo.megatron.cpu import without_cuda
-
     device = local_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     if find_spec("transformer_engine") is None:
@@ -122,11 +112,8 @@ def device_and_groups(parallelism: ParallelismConfig, seed: int, threads: int | 
 
 
 def initialize_parallel_state(parallelism: ParallelismConfig, seed: int) -> None:
-    """Megatron's process groups for this world, and its random-number tracker.
-
-    Groups of these sizes are reused: torch keeps the threads and connections of every group to the end, also of those
-    that Megatron has forgotten.
-    """
+    """Megatron's process groups for this world, and its random-number tracker. Groups of these sizes are reused: torch
+    keeps the threads and connections of every group to the end, also of those that Megatron has forgotten."""
     from megatron.core import parallel_state, tensor_parallel
 
     check_world(parallelism, torch.distributed.get_world_size())

@@ -22,8 +22,7 @@ from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.megatron.precision import DTYPES
 from nemo_edo.parallel.main_rank import any_rank
 
-Weights = list[Tensor]
-"""A frozen copy of this rank's trained parameters, in their order: with LoRA, of the adapters alone."""
+Weights = list[Tensor]  # a frozen copy of this rank's trained parameters, in their order; with LoRA, of the adapters
 
 
 class MegatronPolicy:
@@ -41,30 +40,18 @@ class MegatronPolicy:
         self.device = device
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: OptimizerParamScheduler | None = None
-        offload = parallelism.optimizer_offload_fraction
-        self._storage = {
-            "bf16": precision.dtype == "bf16",
-            "params_dtype": DTYPES[precision.dtype],
-            "use_distributed_optimizer": parallelism.use_distributed_optimizer,
-            "overlap_param_gather": parallelism.overlap_param_gather,
-            "fp8_recipe": precision.fp8_recipe if precision.fp8 else None,
-            "reuse_grad_buf_for_mxfp8_param_ag": shares_mxfp8_buffer(precision),
-            "optimizer_cpu_offload": offload > 0,
-            "optimizer_offload_fraction": offload,
-            "use_precision_aware_optimizer": offload > 0,  # Megatron offloads along its path only
-        }
-        """The precision and place of the optimizer's state: fields of Megatron's OptimizerConfig."""
+        self._parallelism, self._precision = parallelism, precision
         self.head = LossHead(built.chunks, loss_head, built.vocab_size)
-        self.metric_names: list[str] = []
-        """The names of the last step's metrics, which ranks exchange only where they change."""
+        self.metric_names: list[str] = []  # of the last step, which ranks exchange only where they change
 
     @property
     def chunks(self) -> list[MegatronModule]:
-        """The model's, one for each virtual pipeline stage."""
         return self.built.chunks
 
     def reset_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """A fresh optimizer, and a learning-rate schedule over ``total_steps``."""
+        parallelism, precision = self._parallelism, self._precision
+        offload = parallelism.optimizer_offload_fraction
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -75,7 +62,15 @@ class MegatronPolicy:
                 adam_beta2=config.adam_beta2,
                 adam_eps=config.adam_eps,
                 clip_grad=config.clip_grad,
-                **self._storage,
+                bf16=precision.dtype == "bf16",
+                params_dtype=DTYPES[precision.dtype],
+                use_distributed_optimizer=parallelism.use_distributed_optimizer,
+                overlap_param_gather=parallelism.overlap_param_gather,
+                fp8_recipe=precision.fp8_recipe if precision.fp8 else None,
+                reuse_grad_buf_for_mxfp8_param_ag=shares_mxfp8_buffer(precision),
+                optimizer_cpu_offload=offload > 0,
+                optimizer_offload_fraction=offload,
+                use_precision_aware_optimizer=offload > 0,  # Megatron offloads along its path only
             ),
             self.chunks,
         )
@@ -161,8 +156,7 @@ class MegatronPolicy:
         """Inside the block the model computes with ``frozen``; its own weights return after it.
 
         The two are exchanged, so that no third copy is needed: by address where they are on one device, otherwise by
-        contents, one parameter at a time. Meanwhile ``frozen`` holds the model's own. The optimizer's fp32
-        weights, where it has them, are not touched.
+        contents, one parameter at a time. Meanwhile ``frozen`` holds the model's own. An optimizer's fp32 weights stay.
         """
         pairs = [(p, _in_numbers_of(p, f)) for p, f in zip(self._parameters(), frozen, strict=True)]
         _exchange(pairs)
@@ -177,8 +171,7 @@ class MegatronPolicy:
 
 
 def copied(weight: Tensor) -> Tensor:
-    """Not ``clone``: of an FP8 weight it shares the scales (Transformer Engine 2.16 to 2.20), which then change with
-    the original's."""
+    """Not ``clone``: of an FP8 weight it shares the scales (Transformer Engine 2.16 to 2.20) with the original."""
     return torch.empty_like(weight).copy_(weight)
 
 

@@ -90,8 +90,7 @@ def token_multiple(recipe: str, *, gathers: bool) -> int:
 
 
 def check_dimensions(precision: PrecisionConfig, model, parallelism: ParallelismConfig) -> None:
-    """Raises UserError where a dimension of a rank's matrix products is not a multiple of what FP8 needs. model:
-    Megatron's config of it."""
+    """Raises UserError where a dimension of a rank's matrix products is no multiple of what FP8 needs."""
     if precision.fp8 is None:
         return
     tensor = parallelism.tensor_model_parallel_size
@@ -126,11 +125,9 @@ CUBLAS_TF32 = "NVIDIA_TF32_OVERRIDE"
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Sets how this process computes fp32 products, before its first one.
-
-    Torch has a switch, whose default images of NVIDIA's turn on (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). Transformer Engine
-    has none: it asks for TF32 always. Only a variable forbids it, which cuBLAS reads at its first call.
-    """
+    """Sets how this process computes fp32 products, before its first one. Torch has a switch, whose default images of
+    NVIDIA's turn on (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE). Transformer Engine has none and asks for TF32 always: only a
+    variable forbids it, which cuBLAS reads at its first call."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
     os.environ.pop(CUBLAS_TF32, None)
     if not allowed:

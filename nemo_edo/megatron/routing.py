@@ -15,7 +15,7 @@ import torch
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import Router
-from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
@@ -85,8 +85,3 @@ def recorded(chunks: list[MegatronModule], tokens: Tensor) -> Tensor:
 
 def _routers(chunk: MegatronModule) -> list[Router]:
     return [module for module in chunk.modules() if isinstance(module, Router)]
-
-
-def forget_routers() -> None:
-    """Call before a model is built: megatron-core keeps the records of every router that there ever was."""
-    RouterReplay.clear_global_router_replay_instances()

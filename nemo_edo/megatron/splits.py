@@ -127,8 +127,7 @@ def check_adapters(config: LoRAConfig, model: TransformerConfig | ModelShape, te
 
 
 def _divides(key: str, size: int, wholes: dict[str, int], *, one: str = "1") -> None:
-    """Raises UserError unless ``size`` divides all that it splits; the sizes it names do. one: the setting
-    that splits nothing."""
+    """Raises UserError, with sizes that would do, unless ``size`` divides all. one: what splits nothing."""
     rest = " and ".join(f"{whole} {what}" for what, whole in wholes.items() if whole % size)
     if rest:
         common = math.gcd(*wholes.values())

@@ -61,11 +61,8 @@ class MegatronGPTExploringModel(MegatronGPTModel):
     # --- the reference ---------------------------------------------------------------------------------------------
 
     def freeze_reference(self) -> None:
-        """The policy that training starts from becomes the centre of the trust region.
-
-        With LoRA its adapters are merged and reinitialised: the reference is the model without adapters, and where it
-        stays so, it needs no copy.
-        """
+        """The policy that training starts from becomes the centre of the trust region. With LoRA its adapters are
+        merged and reinitialised: the reference is the model without adapters, which needs no copy where it stays so."""
         self.policy.merge_adapters()
         self.reference = None if self._without_adapters else self._current_weights()
         self._has_reference = True
@@ -100,8 +97,7 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
     training_config = GRPOConfig
 
     def loss(self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float) -> Terms:
-        """See the base class. Where the batch has responses of an older policy, the exploration term is one over them,
-        with a separate count."""
+        """See the base class. Over an older policy's responses the exploration term is separate, with its own count."""
         settings, mask, explores_own = self.settings, batch.own.mask, batch.older is None
         term, metrics = losses.grpo_loss(
             logprobs,
@@ -159,11 +155,8 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
 
 
 class MegatronGPTDPOModel(MegatronGPTExploringModel):
-    """Iterative DPO (ETO), and ED-iDPO where ``cfg.training`` gives the exploration term a weight.
-
-    A batch's rows 2k and 2k + 1 are a pair where ``pair_role`` says so. The exploration term runs over the rows with
-    an exploration weight.
-    """
+    """Iterative DPO (ETO), and ED-iDPO where ``cfg.training`` gives the exploration term a weight. A batch's rows 2k
+    and 2k + 1 are a pair where ``pair_role`` says so; the exploration term runs over rows with exploration factors."""
 
     training_config = IDPOConfig
 

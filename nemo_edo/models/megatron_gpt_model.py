@@ -1,5 +1,4 @@
-"""What the model classes share: ModelPT around a Megatron policy, with NeMo-Aligner's life cycle, and its archives; and
-the class of supervised fine-tuning."""
+"""ModelPT around a Megatron policy, with NeMo-Aligner's life cycle, and its archives; supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -64,10 +63,8 @@ def model_config(
 
 
 class MegatronSaveRestoreConnector(SaveRestoreConnector):
-    """``.nemo`` archives: ``model_config.yaml`` and a Hugging Face folder ``hf/``, which loads at any
-    tensor- and pipeline-parallel sizes, and in ``transformers``.
-
-    Every rank calls both methods; the archive's folder is staged next to it, on the file system all ranks share."""
+    """``.nemo`` archives: ``model_config.yaml`` and ``hf/``, a Hugging Face folder for any parallel sizes. All
+    ranks call both methods; the archive's folder is staged next to it, on the file system that all ranks share."""
 
     def save_to(self, model, save_path: str) -> None:
         staging = Path(f"{save_path}.staging")
@@ -131,16 +128,14 @@ class MegatronGPTModel(ModelPT):
         self.settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.training_config), cfg.training))
         self.platform_device = device_and_groups(parallelism, cfg.seed, cfg.threads)
         # ModelPT lets every rank take part in save_to only where NeMo knows of model parallelism.
-        AppState().model_parallel_size = (
-            parallelism.tensor_model_parallel_size * parallelism.pipeline_model_parallel_size
-        )
-        lora = LoRAConfig(**cfg.lora)
+        tensor, pipeline = parallelism.tensor_model_parallel_size, parallelism.pipeline_model_parallel_size
+        AppState().model_parallel_size = tensor * pipeline
         self.built = build_model(
             Path(cfg.folder),
             parallelism,
             precision,
             self.platform_device,
-            lora=lora,
+            lora=LoRAConfig(**cfg.lora),
             seed=cfg.seed,
             attention=cfg.attention,
         )
@@ -162,8 +157,7 @@ class MegatronGPTModel(ModelPT):
     def loss_counts(self, batch: TrainingBatch) -> dict[str, float]:
         """Each term's denominator: its count over a whole global batch, known before the backward pass."""
 
-    measures_tokens = False
-    """Whether ``token_metrics`` gives any: then the ranks return their tokens' values with a step."""
+    measures_tokens = False  # whether ``token_metrics`` gives any: then ranks return their tokens' values with a step
 
     def token_metrics(self, batch: TrainingBatch, logprobs: Tensor, entropies: Tensor) -> dict[str, float]:
         """Metrics of a whole global batch, [B, T] each, that no sums over micro-batches give, such as percentiles."""
@@ -220,8 +214,7 @@ class MegatronGPTModel(ModelPT):
         )
 
     def finish_training_step(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
-        """Takes the optimizer step, unless the loss or the gradient norm forbids it; returns "grad_norm" (before
-        clipping), "lr" and "skipped": ``MegatronPolicy.apply_gradients``."""
+        """Takes the optimizer step, unless the loss or the norm forbids it: ``MegatronPolicy.apply_gradients``."""
         return self.policy.apply_gradients(loss, grad_norm_limit=grad_norm_limit)
 
     def prepare_for_validation_step(self) -> None:

@@ -18,8 +18,7 @@ def free_gpu_memory() -> list[int]:
 
 
 def free_host_memory() -> list[int]:
-    """Bytes that each rank can have of its machine's available memory, which the machine's ranks share evenly. All
-    ranks call it."""
+    """Each rank's even share of its machine's available memory, in bytes. All ranks call it."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.distributed.get_world_size()))
     return of_each_rank(available_bytes() // ranks, torch.device("cpu"))
 

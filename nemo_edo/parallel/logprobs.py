@@ -240,10 +240,8 @@ def _blocks(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def add_columns(
     softmax: RunningSoftmax, logits: Tensor, targets: Tensor, temperature: float, *, overwrite: bool = False
 ) -> None:
-    """Adds a block of columns. logits: [N, C]. targets: [N], of which 0 to C - 1 are columns of this block.
-
-    overwrite: the logits are needed no more, and their memory may be used.
-    """
+    """Adds a block of columns. logits: [N, C]. targets: [N], of which 0 to C - 1 are columns of this block. overwrite:
+    the logits are needed no more, and their memory may be used."""
     if _has_kernels(logits):
         from nemo_edo.parallel import kernels
 
@@ -262,10 +260,7 @@ def add_columns(
 
 
 def write_gradient(out: Tensor, logits: Tensor, targets: Tensor, temperature: float, results: ResultGradients) -> None:
-    """Writes the logits' gradient into ``out`` [N, C], which may be the logits themselves.
-
-    logits, targets: as in ``add_columns``.
-    """
+    """Writes the logits' gradient into ``out`` [N, C], which may be the logits. Arguments as in ``add_columns``."""
     if _has_kernels(logits):
         from nemo_edo.parallel import kernels
 

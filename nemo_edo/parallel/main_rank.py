@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -33,6 +33,13 @@ def on_main(work: Callable[[], T]) -> T:
     if error is not None:
         raise error
     return result
+
+
+def gathered(value: T, group: torch.distributed.ProcessGroup | None = None) -> list[T]:
+    """The ranks' values; every rank of the group (None: of all) calls it."""
+    values: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def any_rank(flag: bool) -> bool:

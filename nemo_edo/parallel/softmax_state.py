@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 FLOOR = -1e4
-"""Instead of anything lower, infinity included, where it meets an exp of itself: that is 0 in every type, and so is
-the product, which would be NaN with -inf."""
+"""Instead of anything lower where it meets its exp: that is 0 in every type, and the product would be NaN with -inf."""
 
 
 @dataclass
@@ -77,8 +76,7 @@ class ResultGradients:
     def of(
         cls, log_sum_exp: Tensor, entropies: Tensor, of_log_prob: Tensor | None, of_entropy: Tensor | None
     ) -> ResultGradients:
-        """The record from what autograd passes: of any shape, perhaps expanded, None where nothing depends on a
-        result."""
+        """From what autograd passes: of any shape, perhaps expanded, None where nothing depends on a result."""
         flat = [None if grad is None else grad.reshape(-1).contiguous() for grad in (of_log_prob, of_entropy)]
         return cls(log_sum_exp, entropies, torch.zeros_like(log_sum_exp) if flat[0] is None else flat[0], flat[1])
 

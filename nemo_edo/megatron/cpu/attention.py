@@ -58,8 +58,7 @@ class SDPAttention(MegatronModule):
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"{attention_type}-attention, {attn_mask_type.name}: expected causal self-attention")
-        # apply_query_key_layer_scaling divides the scores by the layer's number and multiplies them again, for fp16's
-        # range alone: here scores are in fp32.
+        # apply_query_key_layer_scaling, which scales scores and undoes it, is for fp16's range: here they are in fp32.
         self.softmax_scale = softmax_scale
         self.prompts: CachedPrompts | None = None
         """The prompts that precede a cache, for the next ``forward``; None: there are none."""
@@ -90,8 +89,7 @@ class SDPAttention(MegatronModule):
         return context.permute(2, 0, 1, 3).reshape(queries, query.shape[1], -1)
 
     def _single(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention as matrix products: for a single query the CPU kernel takes up to twice as long, and no kernel
-        supports prompts that rows share."""
+        """Matrix products: the CPU's kernel takes up to twice as long for one query, and none has shared prompts."""
         rows, groups, width = key.shape[1:]
         scale = width**-0.5 if self.softmax_scale is None else self.softmax_scale
         queries = (query * scale).to(key.dtype).view(rows, groups, -1, width)
@@ -137,35 +135,21 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotatingSelfAttention(SelfAttention):
     """A SelfAttention that rotates queries and keys as it makes them, before any cache."""
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """SelfAttention's forward pass, which rotates packed sequences by itself unless they share prompts."""
+        angles, context, pack = map(options.get, ("rotary_pos_emb", "inference_context", "packed_seq_params"))
         self._angles, self._start, self._of_rows = None, 0, None
-        self._positions = packed_seq_params.positions if isinstance(packed_seq_params, SharedPrompts) else None
-        known = packed_seq_params is None or self._positions is not None
-        if known and torch.is_tensor(rotary_pos_emb) and rotates(self.config):
-            self._angles, rotary_pos_emb = rotary_pos_emb, None
-            self._start = 0 if inference_context is None else inference_context.sequence_len_offset
-        after_prompts = isinstance(inference_context, PromptCacheContext)
+        self._positions = pack.positions if isinstance(pack, SharedPrompts) else None
+        known = pack is None or self._positions is not None
+        if known and torch.is_tensor(angles) and rotates(self.config):
+            self._angles, options["rotary_pos_emb"] = angles, None
+            self._start = 0 if context is None else context.sequence_len_offset
+        after_prompts = isinstance(context, PromptCacheContext)
         if after_prompts:
-            self.core_attention.prompts = inference_context.cached_prompts(self.layer_number)
-            self._start += inference_context.prefix
-            self._of_rows = inference_context.positions(hidden_states.shape[0])
-        output = super().forward(
-            hidden_states,
-            *args,
-            rotary_pos_emb=rotary_pos_emb,
-            inference_context=inference_context,
-            packed_seq_params=packed_seq_params,
-            **kwargs,
-        )
+            self.core_attention.prompts = context.cached_prompts(self.layer_number)
+            self._start += context.prefix
+            self._of_rows = context.positions(hidden_states.shape[0])
+        output = super().forward(hidden_states, *args, **options)
         if after_prompts:
             self.core_attention.prompts = None
         return output

@@ -1,5 +1,4 @@
-"""The norms of layers without Transformer Engine, torch's, and the layers of model families that Megatron-Bridge makes
-of Transformer Engine's parts alone, made of local ones."""
+"""Torch's norms, and, made of local parts, the layers of families that Bridge has with Transformer Engine's alone."""
 
 from __future__ import annotations
 
@@ -33,13 +32,12 @@ class ZeroCentredLayerNorm(torch.nn.LayerNorm):
         return F.layer_norm(hidden.float(), self.normalized_shape, weight, bias, self.eps).to(hidden.dtype)
 
 
-KINDS = {
+KINDS = {  # by normalization and layernorm_zero_centered_gamma
     ("LayerNorm", False): torch.nn.LayerNorm,
     ("RMSNorm", False): torch.nn.RMSNorm,
     ("LayerNorm", True): ZeroCentredLayerNorm,
     ("RMSNorm", True): ZeroCentredRMSNorm,
 }
-"""By normalization and layernorm_zero_centered_gamma."""
 
 
 class TorchNorm:
@@ -47,7 +45,6 @@ class TorchNorm:
 
     Under sequence parallelism a rank norms its own tokens, so that it has a part of the weights' gradient: the mark on
     the weights has ``finalize_model_grads`` add the parts up. Megatron's own wrapper refuses sequence parallelism.
-    Raises ValueError for a norm that is neither.
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
@@ -62,17 +59,15 @@ class TorchNorm:
 
 # --- families ------------------------------------------------------------------------------------------------------
 
-PLAIN = (
+PLAIN = (  # names of Bridge's functions whose layers have Megatron's local form as it is
     *("default_layer_spec", "get_gpt_decoder_block_spec", "_ernie45_decoder_block_spec"),
     *("_build_exaone_moe_layer_spec", "local_layer_spec"),
 )
-"""Names of Bridge's functions whose layers have Megatron's local form as it is."""
 
-NORMS = (
+NORMS = (  # names of ``NormedSum``'s weights in Bridge's tables of weights, and in a model
     ("self_attention.linear_proj.post_layernorm.weight", "self_attn_bda.post_layernorm.weight"),
     ("mlp.linear_fc2.post_layernorm.weight", "mlp_bda.post_layernorm.weight"),
 )
-"""Names of ``NormedSum``'s weights in Bridge's tables of weights, and in a model."""
 
 
 class NormedSum(torch.nn.Module):

@@ -42,8 +42,7 @@ class _Product:
         self._packed: Tensor | None = None
 
     def __call__(self, hidden: Tensor, weight: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor | None]:
-        """The product, and the bias where the layer leaves its addition to others. weight: the embedding's, where the
-        output layer shares it."""
+        """The product, and the bias where the layer leaves its addition to others. weight: a shared embedding's."""
         bias, skips = self._layer.bias, self._layer.skip_bias_add
         if self._packed is None:
             weight = self._layer.weight if weight is None else weight

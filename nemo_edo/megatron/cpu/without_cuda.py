@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-CONFIG = {
+CONFIG = {  # fields of a model's TransformerConfig that choose kernels which exist for CUDA only
     "bias_activation_fusion": False,
     "masked_softmax_fusion": False,
     "gradient_accumulation_fusion": False,
@@ -28,7 +28,6 @@ CONFIG = {
     "moe_shared_expert_overlap": False,
     "deallocate_pipeline_outputs": False,  # gloo may still be sending them
 }
-"""Fields of a model's TransformerConfig that choose kernels which exist for CUDA only."""
 
 
 def adapt() -> None:
@@ -52,11 +51,8 @@ def _uncompiled() -> Iterator[None]:
 
 
 def fused_kernels() -> None:
-    """``CONFIG`` chooses none of Megatron's fused kernels here; the few that models use anyway run as they are written.
-
-    megatron.core.jit chooses what decorates them, for modules that are imported later too. It does nothing where
-    Megatron is imported already.
-    """
+    """``CONFIG`` chooses none of Megatron's fused kernels here; the few that models use anyway run as they are written:
+    megatron.core.jit chooses what decorates them, for modules that are imported later too."""
     with _uncompiled():
         import megatron.core.jit  # noqa: F401
 
@@ -96,10 +92,8 @@ FACTORIES = ("arange", "empty", "empty_like", "full", "ones", "ones_like", "rand
 
 
 def _device_argument() -> None:
-    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``.
-    Without it no optimizer takes a step.
-
-    The functions themselves are replaced: a TorchFunctionMode would cost every call of torch, 4 microseconds each."""
+    """The schedules and the optimizers create tensors with ``device="cuda"``; Bridge moves others by ``.cuda()``:
+    without it no optimizer takes a step. A TorchFunctionMode would cost every call of torch 4 microseconds."""
     # Private, but without it ``with torch.device(...)`` would no longer know these functions: torch lists them, by
     # identity, on first use, which has to happen before they are replaced.
     from torch.utils._device import _device_constructors
@@ -134,8 +128,7 @@ def _tensor_type() -> None:
 
 
 def _random_state() -> None:
-    """Megatron's random-state tracker reads and sets CUDA's generator: here the CPU's replaces it. Without it no seed
-    can be set, and no model built."""
+    """Megatron's random-state tracker reads and sets CUDA's generator. Without it no model can be built."""
     from megatron.core.tensor_parallel import random
 
     torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
@@ -176,14 +169,13 @@ class _StandIn(types.ModuleType):
         return value
 
 
-LOOK_FOR_TRANSFORMER_ENGINE = (
+LOOK_FOR_TRANSFORMER_ENGINE = (  # when imported: what Megatron-Bridge imports of megatron-core's models
     "gpt.gpt_layer_specs",
     "gpt.experimental_attention_variant_module_specs",
     "gpt.heterogeneous.heterogeneous_layer_specs",
     "mamba.mamba_layer_specs",
     "multimodal.llava_model",
 )
-"""What Megatron-Bridge imports of megatron-core's models, and what looks for Transformer Engine when imported."""
 
 
 def import_bridge() -> None:

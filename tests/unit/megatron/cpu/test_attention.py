@@ -128,8 +128,7 @@ def test_a_gpu_without_transformer_engine_builds_llama_with_what_there_is_and_sa
     set_layer_spec(provider, "auto", GPU)
     provider.finalize()  # Megatron's own checks: it refuses fusions that are not installed
     assert not provider.apply_rope_fusion
-    [said] = [record.message for record in caplog.records if "Transformer Engine is absent" in record.message]
-    assert "No module named 'transformer_engine'" in said
+    assert "Transformer Engine is absent" in caplog.text
 
 
 def test_packing_in_fp32_is_refused_with_attention_that_is_not_ours(policy, monkeypatch):
