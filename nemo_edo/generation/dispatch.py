@@ -217,8 +217,7 @@ class _ReplicaState:
         self.last_answer = 0.0
         self.restarts = 0  # since the last answer
         self.fault = asyncio.Event()
-        self.hangs = False
-        """Whether it let a request's time pass without any answer: it is restarted whatever its health check says."""
+        self.hangs = False  # whether a request's time passed without any answer: only a restart helps
         self.wait_s = 0.0  # seconds for which it has asked for no requests
 
 

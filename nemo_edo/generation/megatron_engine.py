@@ -241,8 +241,7 @@ class _Decoding:
         self.after_prompts = whole_prompts and (waiting or max(lengths) > self.prefix)  # rows at different positions
         self.length = max(length + limit for length, limit in zip(lengths, limits, strict=True))
         self.max_new_tokens = max(limits)
-        self.places = refilled_places(self.max_new_tokens) if waiting else self.max_new_tokens
-        """Tokens after the prompts for which the cache has room, where rows are at different positions."""
+        self.places = refilled_places(self.max_new_tokens) if waiting else self.max_new_tokens  # after the prompts
         width = max(2, *lengths) if self.after_prompts else max(lengths)
         padded = [request.prompt_ids + (0,) * (width - n) for request, n in zip(requests, lengths, strict=True)]
         self.prompts = torch.tensor(padded)

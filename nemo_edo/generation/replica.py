@@ -191,13 +191,6 @@ class ManagedReplica(Replica):
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
 
-    def wait_until_ready(self) -> None:
-        super().wait_until_ready()
-        expected = self.api.model_name(self.model_folder)
-        if self.model_name != expected:
-            # Another process may have taken the port after free_port() found it.
-            raise ServerError(f"{self} is not the server that was started: it has the model {self.model_name!r}")
-
     def restart(self, model_folder: Path | None = None) -> None:
         """Restarts the process with ``model_folder`` (None: the last one); errors as for ``wait_until_ready``."""
         self.model_folder = model_folder or self.model_folder

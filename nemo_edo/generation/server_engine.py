@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.errors import PartlyGenerated, RunStopped
 from nemo_edo.generation.dispatch import Dispatcher
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import COMPLETIONS, ServerAPI, completion_body, read_answer, read_experts
@@ -44,7 +44,6 @@ class ServerEngine:
     stop_ids: Sequence[int]  # the tokens that end a response
     vocab_size: int  # the token ids of responses are below it
     decode: Callable[[Sequence[int]], str]
-    logprobs_after_temperature: bool  # as for ``ServerAPI``
     keeps_experts: bool = False  # rollouts get ``routed_experts``
     progress: bool = False
 
@@ -63,7 +62,6 @@ class ServerEngine:
         responses so far, where a request is refused for good or has used up its attempts, or no server is left;
         RunStopped soon after the run is asked to stop; and ServerError where, before responses are handed over, a
         healthy replica turns out to have other weights."""
-        self._require_supported(sampling)
         strings = StopStrings(sampling.stop, self.decode)
         bodies = [self._body(request, sampling) for request in requests]
         rollouts: dict[int, Rollout] = {}
@@ -115,21 +113,9 @@ class ServerEngine:
         """Token ids, log-probabilities, and whether a stop token ended it. Raises Fault for a stop without reason."""
         ids, logprobs, reason = read_answer(answer, self.served_model, self.vocab_size)
         finished = ids[-1] in self.stop_ids
-        spoken = ids[:-1] if finished else ids
-        if reason == "stop" and not finished and strings.cut(spoken)[1] is None:
-            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self.decode(spoken)!r}")
+        if reason == "stop" and not finished and strings.cut(ids)[1] is None:
+            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self.decode(ids)!r}")
         return ids, logprobs, finished
-
-    def _require_supported(self, sampling: SamplingParams) -> None:
-        """The servers return the kind of log-probabilities that was chosen when they were started."""
-        if sampling.temperature == 0:
-            return
-        if self.logprobs_after_temperature and sampling.top_p < 1:
-            raise UserError(f"top_p is {sampling.top_p}: these servers were started for top_p 1")
-        if not self.logprobs_after_temperature and sampling.temperature != 1:
-            raise UserError(
-                f"temperature is {sampling.temperature}: these servers return the probabilities of temperature 1"
-            )
 
     def _rollout(self, request: GenerationRequest, answer: Any, strings: StopStrings) -> Rollout:
         """Looks for stop strings again: a server that knows them as token ids (trtllm) misses those of other tokens."""
@@ -167,9 +153,6 @@ class PlainEngine(ServerEngine):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.path = COMPLETIONS if self.chats is None else CHAT_COMPLETIONS
-
-    def _require_supported(self, sampling: SamplingParams) -> None:
-        """Nothing depends on how log-probabilities are computed: there are none."""
 
     def _body(self, request: GenerationRequest, sampling: SamplingParams) -> dict[str, Any]:
         """Without stop strings: an endpoint does not tell them from the end of a response, and cuts them off."""

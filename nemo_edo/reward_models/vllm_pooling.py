@@ -39,7 +39,6 @@ from nemo_edo.utils.http import Fault
 from nemo_edo.utils.status_line import Counter
 
 POOLING = "/pooling"
-MODEL_NAME = "reward_model"
 TOKENS, SEQUENCE = "token_classify", "classify"  # vLLM's tasks: a row per token, and per sequence
 SERVED = "Qwen2ForRewardModel"  # vLLM's name for a head of two layers with one output
 _HEAD = "v_head."
@@ -50,10 +49,8 @@ _ADDED = "model-score.safetensors"
 class VLLMPooling(VLLM):
     """vLLM with a pooling model."""
 
+    model_name: ClassVar[str] = "reward_model"
     takes_weights: ClassVar[bool] = False
-
-    def model_name(self, model: Path) -> str:
-        return MODEL_NAME
 
     def use_options(self) -> dict[str, str]:
         return {"runner": "pooling"}

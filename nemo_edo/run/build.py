@@ -274,7 +274,6 @@ class Builder:
             stop_ids=data.stop.ids,
             vocab_size=fields["vocab_size"],
             decode=data.decode,
-            logprobs_after_temperature=self._logprobs_after_temperature,
             keeps_experts=generation.routing_replay,
             progress=True,
             **texts,

@@ -13,7 +13,7 @@ from nemo_edo.types import GenerationRequest, SamplingParams
 END = 0
 REQUESTS = [GenerationRequest("p-0", sample, tuple(b"6 + 1"), seed=2**40 + sample) for sample in range(3)]
 CHATS = {"p-0": [{"role": "user", "content": "6 + 1?"}]}
-SETTINGS = {"stop_ids": [END], "vocab_size": 256, "logprobs_after_temperature": True}
+SETTINGS = {"stop_ids": [END], "vocab_size": 256}
 
 
 def decode(ids) -> str:

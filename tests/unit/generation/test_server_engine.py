@@ -12,7 +12,7 @@ import pytest
 from helpers import completions_server
 
 from nemo_edo.config import ServersConfig
-from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.errors import PartlyGenerated, RunStopped
 from nemo_edo.generation import dispatch
 from nemo_edo.generation.replica import ManagedReplica, Replica
 from nemo_edo.generation.server_api import ServerAPI
@@ -27,9 +27,6 @@ STOP, VOCABULARY = 1, 100
 
 class ScriptedAPI(ServerAPI):
     """Of tests/helpers/completions_server.py."""
-
-    def model_name(self, model: Path) -> str:
-        return "policy"
 
     def command(self, model: Path, port: int) -> list[str]:
         return [sys.executable, completions_server.__file__, str(port), str(model)]
@@ -77,8 +74,7 @@ def start(tmp_path: Path):
 
 def engine(replicas: Sequence[Replica], **settings) -> ServerEngine:
     return ServerEngine(replicas, ScriptedAPI, ServersConfig(**{**QUICK, **settings}), stop_ids=[STOP],
-                        vocab_size=VOCABULARY, decode=lambda ids: " ".join(map(str, ids)),
-                        logprobs_after_temperature=True)
+                        vocab_size=VOCABULARY, decode=lambda ids: " ".join(map(str, ids)))
 
 
 def requests(number: int) -> list[GenerationRequest]:
@@ -206,15 +202,6 @@ def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
     assert_answers(gave_up.value.responses, [request for request in requests(30) if request.seed in seeds])
 
 
-@pytest.mark.parametrize(("after_temperature", "sampling"), [(True, (0.7, 0.9, 8)), (False, (0.7, 1.0, 8))])
-def test_log_probabilities_of_another_distribution_are_refused(start, after_temperature: bool, sampling: tuple):
-    servers = engine(start({}))
-    servers.logprobs_after_temperature = after_temperature
-    with pytest.raises(UserError):
-        servers.generate(requests(1), SamplingParams(*sampling))
-    assert servers.generate(requests(1), SamplingParams(0.0, 1.0, 8))  # greedy decoding has neither
-
-
 def answering(*ids: int) -> dict:
     """A state in which every completion is this one, ended by a stop token or, as it claims, a stop string."""
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
@@ -247,14 +234,11 @@ def test_a_server_that_ends_or_is_not_ready_in_time_is_reported_with_its_log(tmp
         replica.stop()
 
 
-def test_another_server_at_the_same_port_and_a_wrong_key_are_noticed(start, monkeypatch):
+def test_a_wrong_key_is_noticed(start):
     [replica] = start({})
     stranger = Replica("stranger", url=replica.url, key="another")
     with pytest.raises(ServerError, match=r"stranger \(http://127.0.0.1:\d+\): .*status 401"):
         stranger.wait_until_ready()
-    monkeypatch.setattr(ScriptedAPI, "model_name", lambda api, model: "another policy")
-    with pytest.raises(ServerError, match="server 0.*'policy'"):
-        replica.wait_until_ready()
 
 
 def test_a_server_does_not_inherit_the_trainers_variables(tmp_path: Path, monkeypatch):

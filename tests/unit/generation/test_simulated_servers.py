@@ -143,8 +143,7 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
     planned = generation_seconds(replace(iteration, response=sum(lengths.values()) // len(lengths)))
     servers, replicas = cluster(iteration, lengths, number)
     settings = ServersConfig(max_in_flight=cfg.generation.servers.max_in_flight)
-    engine = ServerEngine(replicas, VLLM, settings, stop_ids=[STOP_ID], vocab_size=10, decode=str,
-                          logprobs_after_temperature=True)  # fmt: skip
+    engine = ServerEngine(replicas, VLLM, settings, stop_ids=[STOP_ID], vocab_size=10, decode=str)
     asked = [GenerationRequest(f"p-{seed // 16}", seed % 16, (5, 6), seed) for seed in lengths]
     sampling = SamplingParams(1.0, 1.0, iteration.longest)
     store, signs = RolloutStore(tmp_path / "rollouts"), []

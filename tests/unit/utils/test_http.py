@@ -28,8 +28,7 @@ def generate(url: str, folder: Path, **settings) -> None:
     replica = Replica("server 0", url.removesuffix("/v1"), KEY)
     replica.model_name = "policy"
     quick = {"attempts": 2, "restarts": 1, "backoff_s": 0.01, "health_limit_s": 5.0, **settings}
-    engine = ServerEngine([replica], VLLM, ServersConfig(**quick), stop_ids=[STOP_ID], vocab_size=100, decode=str,
-                          logprobs_after_temperature=True)  # fmt: skip
+    engine = ServerEngine([replica], VLLM, ServersConfig(**quick), stop_ids=[STOP_ID], vocab_size=100, decode=str)
     [rollout] = engine.generate([REQUEST], SamplingParams(1.0, 1.0, 8))
     assert [*rollout.response_ids] == [9, 2, 2, STOP_ID]
 
