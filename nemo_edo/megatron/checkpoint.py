@@ -207,8 +207,6 @@ def _unwritten_extra_state(wanted: dict, folder: Path) -> tuple[dict, dict]:
 
 # --- a frozen copy of the weights in the same checkpoint -----------------------------------------------------------
 
-REFERENCE = "reference."  # what the names of its tensors begin with
-
 
 def load_reference(policy: MegatronPolicy, folder: Path) -> Weights:
     """The weights that ``save`` was given as ``reference``; ``load`` has checked the folder's files."""
@@ -228,7 +226,7 @@ def _sharded_copy(policy: MegatronPolicy, weights: Weights) -> dict[str, tuple[i
     found = {}
     for index, chunk in enumerate(unwrap_model(policy.chunks)):
         state = chunk.sharded_state_dict()
-        add_prefix_for_sharding(state, REFERENCE)
+        add_prefix_for_sharding(state, "reference.")
         for name, sharded in state.items():
             if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and id(sharded.data) in copy_of:
                 place, sharded.data = copy_of[id(sharded.data)]

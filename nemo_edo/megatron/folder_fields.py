@@ -77,7 +77,6 @@ MADE_ERRORS = (  # of transformers, Bridge and megatron-core for a config that t
 
 IMPLIED = {"gemma3_text": "linear", "exaone_moe": "llama3"}
 """The scaling of positions that Bridge computes where there is a factor, without having read its type."""
-WITH_LLAMA3 = ("llama", "exaone4", "exaone_moe")
 
 Provider = Callable[[PretrainedConfig], Any]
 
@@ -253,7 +252,8 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
                 continue
             if name == "rope_type" and value == IMPLIED.get(config.model_type):
                 continue
-            fixed = LLAMA3.get(name) if kind == "llama3" and config.model_type in WITH_LLAMA3 else None
+            with_llama3 = kind == "llama3" and config.model_type in ("llama", "exaone4", "exaone_moe")
+            fixed = LLAMA3.get(name) if with_llama3 else None
             if fixed is not None:
                 if value != fixed:
                     raise UserError(f"{source}: {name} of rope_type 'llama3' is {value}; Megatron knows {fixed} only")

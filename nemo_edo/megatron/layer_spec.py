@@ -40,7 +40,6 @@ from nemo_edo.megatron.cpu.packed import packed_weights
 logger = logging.getLogger(__name__)
 
 CORES = {"sdpa": SDPAttention, "local": DotProductAttention}  # of the attention in a local layer
-LATENT_EPS = 1e-6
 
 
 def set_layer_spec(provider, attention: str, device: torch.device) -> None:
@@ -145,7 +144,7 @@ def set_latent_norms(chunks: list[MegatronModule]) -> list[MegatronModule]:
     for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MLASelfAttention)):
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             if hasattr(part := getattr(layer, name, None), "eps"):
-                part.eps = LATENT_EPS
+                part.eps = 1e-6
     return chunks
 
 
@@ -193,9 +192,6 @@ def products_of_few_rows(chunks: list[MegatronModule]) -> AbstractContextManager
     """Inside the block matrix products are made for decoding: weights do not change, and nothing is differentiated."""
     on_cpu = next(chunks[0].parameters()).device.type == "cpu"
     return packed_weights(chunks) if on_cpu and torch.backends.mkldnn.is_available() else nullcontext()
-
-
-# --- names -----------------------------------------------------------------------------------------------------------
 
 
 FUSED = {  # module and package of what Megatron computes with on GPUs where it is installed, else without

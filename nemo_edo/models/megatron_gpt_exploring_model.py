@@ -29,8 +29,6 @@ class MegatronGPTExploringModel(MegatronGPTModel):
         """How far the policy is from the one that sampled the batch's tokens, and how its entropies spread."""
         return losses.token_spread(logprobs, entropies, old_logprobs=batch.old_logprobs, mask=batch.own.mask)
 
-    # --- the exploration term --------------------------------------------------------------------------------------
-
     @abstractmethod
     def exploration_alone(
         self, logprobs: Tensor, entropies: Tensor, batch: TrainingBatch, exploration_weight: float

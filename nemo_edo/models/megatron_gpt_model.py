@@ -124,6 +124,7 @@ class MegatronGPTModel(ModelPT):
 
     def __init__(self, cfg: DictConfig, trainer=None) -> None:
         super().__init__(cfg, trainer)
+        self._save_restore_connector = MegatronSaveRestoreConnector()
         parallelism, precision = ParallelismConfig(**cfg.parallelism), PrecisionConfig(**cfg.precision)
         self.settings = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(self.training_config), cfg.training))
         self.platform_device = device_and_groups(parallelism, cfg.seed, cfg.threads)
@@ -252,10 +253,6 @@ class MegatronGPTModel(ModelPT):
     def restore_from(cls, restore_path: str, *args, save_restore_connector=None, **kwargs):
         connector = save_restore_connector or MegatronSaveRestoreConnector()
         return super().restore_from(restore_path, *args, save_restore_connector=connector, **kwargs)
-
-    def save_to(self, save_path: str) -> None:
-        self._save_restore_connector = MegatronSaveRestoreConnector()
-        super().save_to(save_path)
 
     @classmethod
     def list_available_models(cls) -> list:

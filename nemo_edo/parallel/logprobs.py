@@ -101,12 +101,8 @@ def linear_logprobs_and_entropy(
     The matrix products have the inputs' type, sums and results are in fp32 (fp64 for fp64). The gradient of
     ``hidden`` is the part that this process's rows contribute: as with Megatron's column-parallel layer without its
     own reduction, it has to be summed over ``group``. ``weight_shard``'s is complete.
-    Raises ValueError as ``vocab_parallel_logprobs_and_entropy`` does, and where the two types differ.
+    Raises ValueError as ``vocab_parallel_logprobs_and_entropy`` does.
     """
-    if hidden.dtype != weight_shard.dtype:
-        raise ValueError(f"hidden has type {hidden.dtype}, weight_shard {weight_shard.dtype}")
-    if hidden.shape[-1] != weight_shard.shape[1]:
-        raise ValueError(f"hidden has {hidden.shape[-1]} features, weight_shard {weight_shard.shape[1]}")
     positions, columns = hidden.shape[:-1], len(weight_shard)
     real = _real_columns(targets, positions, columns, vocab_start, group, temperature, vocab_size)
     return _OfHiddenStates.apply(hidden, weight_shard, targets, targets - vocab_start, group, temperature, real)

@@ -12,15 +12,11 @@ from nemo_edo.errors import UserError
 T = TypeVar("T")
 
 
-def is_main() -> bool:
-    return torch.distributed.get_rank() == 0
-
-
 def on_main(work: Callable[[], T]) -> T:
     """What ``work`` returns on rank 0, the only one that calls it, on every rank. A UserError, or what the system says
     of a file, is raised on all of them: none waits for a rank that has failed."""
     outcome: list[tuple[T | None, UserError | OSError | None]] = [(None, None)]
-    if is_main():
+    if torch.distributed.get_rank() == 0:
         try:
             outcome = [(work(), None)]
         except UserError as error:

@@ -79,8 +79,6 @@ class Library:
         version = c_int()
         self.require(self._library.ncclGetVersion(byref(version)), "ncclGetVersion")
         self.code = version.value
-        if self.code < OLDEST:
-            raise NCCLError(f"{self} is older than 2.14")
 
     @property
     def version(self) -> str:

@@ -47,7 +47,6 @@ def require_weights(replica: Replica, name: str) -> None:
         )
 
 
-LEVEL = 2
 ENOUGH = 0.5  # share of the servers' memory that must be freed: CUDA graphs and libraries keep the rest
 
 
@@ -64,7 +63,7 @@ class SleepOnTrainersGPUs:
         """The servers lose their weights. Raises ServerError where their memory is not free afterwards."""
         before = self.workers.call(Worker.free_gpu_memory)[0]
         for replica in replicas:
-            replica.request("POST", "/sleep", params={"level": LEVEL})
+            replica.request("POST", "/sleep", params={"level": 2})
         after = self.workers.call(Worker.free_gpu_memory)[0]
         self.released = [now - then for now, then in zip(after, before, strict=True)]
         if sum(self.released) < ENOUGH * self.expected_bytes:

@@ -227,9 +227,6 @@ def _another_is_gone(error: str) -> bool:
     return any(words in error for words in ANOTHER_IS_GONE)
 
 
-# --- tensors in messages ------------------------------------------------------------------------------------------
-
-
 def pack(message: Any) -> bytes:
     """The pickled message; functions go by their names, tensors on the CPU as the bytes of NumPy arrays."""
     file = io.BytesIO()

@@ -60,8 +60,7 @@ class SDPAttention(MegatronModule):
             raise ValueError(f"{attention_type}-attention, {attn_mask_type.name}: expected causal self-attention")
         # apply_query_key_layer_scaling, which scales scores and undoes it, is for fp16's range: here they are in fp32.
         self.softmax_scale = softmax_scale
-        self.prompts: CachedPrompts | None = None
-        """The prompts that precede a cache, for the next ``forward``; None: there are none."""
+        self.prompts: CachedPrompts | None = None  # those that precede a cache, for the next ``forward``
 
     def forward(
         self,
