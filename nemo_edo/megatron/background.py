@@ -1,8 +1,6 @@
-"""Writes a checkpoint's files in a separate process while training continues.
-
-Megatron's machinery does it (``dist_checkpointing`` with ``async_sharded_save``): each rank copies its share to host
-memory, a forked process writes it, and once those of all ranks are done, the ranks finish the checkpoint together.
-"""
+"""Writes a checkpoint's files in a separate process while training continues, by ``dist_checkpointing`` with
+``async_sharded_save``: each rank copies its share to host memory, a forked process writes it, and once those of all
+ranks are done, the ranks finish the checkpoint together."""
 
 from __future__ import annotations
 

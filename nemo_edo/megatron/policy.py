@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
@@ -25,23 +26,20 @@ from nemo_edo.parallel.main_rank import any_rank
 Weights = list[Tensor]  # a frozen copy of this rank's trained parameters, in their order; with LoRA, of the adapters
 
 
+@dataclass(eq=False, repr=False)
 class MegatronPolicy:
     """A model with what trains it. ``forward_backward`` runs it. It contains no maths."""
 
-    def __init__(
-        self,
-        built: BuiltModel,
-        parallelism: ParallelismConfig,
-        precision: PrecisionConfig,
-        device: torch.device,
-        loss_head: str = ModelConfig.loss_head,
-    ) -> None:
-        self.built = built
-        self.device = device
-        self.optimizer: MegatronOptimizer | None = None
-        self.scheduler: OptimizerParamScheduler | None = None
-        self._parallelism, self._precision = parallelism, precision
-        self.head = LossHead(built.chunks, loss_head, built.vocab_size)
+    built: BuiltModel
+    parallelism: ParallelismConfig
+    precision: PrecisionConfig
+    device: torch.device
+    loss_head: str = ModelConfig.loss_head
+    optimizer: MegatronOptimizer | None = None
+    scheduler: OptimizerParamScheduler | None = None
+
+    def __post_init__(self) -> None:
+        self.head = LossHead(self.built.chunks, self.loss_head, self.built.vocab_size)
         self.metric_names: list[str] = []  # of the last step, which ranks exchange only where they change
 
     @property
@@ -50,7 +48,7 @@ class MegatronPolicy:
 
     def reset_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         """A fresh optimizer, and a learning-rate schedule over ``total_steps``."""
-        parallelism, precision = self._parallelism, self._precision
+        parallelism, precision = self.parallelism, self.precision
         offload = parallelism.optimizer_offload_fraction
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(

@@ -1,7 +1,5 @@
-"""What a softmax over a vocabulary knows of the columns seen so far, and what its gradient needs to know.
-
-In a module apart from logprobs.py: its functions and their Triton twins (kernels.py) both work on these records.
-"""
+"""What a softmax over a vocabulary knows of the columns seen so far, and what its gradient needs to know: the records
+that the functions of logprobs.py and their Triton twins (kernels.py) both work on."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What vLLM is told besides its weights: their name, what to forget, and when to sleep.
-
-These are its development endpoints (VLLM_SERVER_DEV_MODE=1): nothing but the run may reach them.
-"""
+"""What vLLM is told besides its weights: their name, what to forget, and when to sleep. These are its development
+endpoints (VLLM_SERVER_DEV_MODE=1): nothing but the run may reach them."""
 
 from __future__ import annotations
 

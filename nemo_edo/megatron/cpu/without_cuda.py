@@ -1,8 +1,5 @@
-"""What answers on a machine without CUDA where megatron-core 0.19 and Megatron-Bridge 0.6 assume it.
-
-Each adaptation below replaces functions of torch or of Megatron in this process. Its docstring says what fails without
-it, tried with these versions. ``adapt`` is called once, by ``platform.enter``.
-"""
+"""What answers on a machine without CUDA where megatron-core 0.19 and Megatron-Bridge 0.6 assume it. Each adaptation
+replaces functions of torch or of Megatron in this process; its docstring says what fails without it, as tried."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_a_rank_that_never_joins_and_one_that_stops_coming_are_errors_after_the_
         others = pool.submit(worker.join, group.unique_id, range(1, 2), 2)
         group.join(0, 2, nothing)
         others.result()
-        group._limit_s = 0.3
+        group.limit_s = 0.3
         with pytest.raises(NCCLError, match="ncclBroadcast has not ended after 0.3 s"):
             group.broadcast(torch.zeros(3), nothing)
         with pytest.raises(NCCLError, match="ncclBroadcast on a communicator that was aborted"):
