@@ -130,8 +130,7 @@ class _Exploring(_Trainer):
 
 @dataclass(frozen=True)
 class Novelty:
-    """Moves advantage from repeated to rare correct completions of a group (``novelty_advantages``), by ``strength``
-    units."""
+    """Moves ``strength`` of advantage from repeated to rare correct completions of a group (``novelty_advantages``)."""
 
     strength: float
     paths: PathFunction = field(default_factory=NgramPaths)

@@ -133,8 +133,7 @@ def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | 
 
 def first_wrong_step(question: str, steps: Sequence[str]) -> int | None:
     """The index of the first step that is wrong; None where all are right, whether or not they lead to the end. A step
-    is right if it adds two remaining numbers correctly, or states the only remaining number as the answer at the
-    end."""
+    is right if it adds two remaining numbers correctly, or ends with the only remaining number as the answer."""
     left, ended = Counter(int(operand) for operand in question.split(" + ")), False
     for index, step in enumerate(steps):
         match = None if ended else _STEP.fullmatch(step)

@@ -27,9 +27,8 @@ _FILLED_IN = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def vocabulary(config: ArithmeticConfig) -> list[str]:
-    """The tokens in the order of their ids: special ones, signs, numbers from 0, then unused ones. Every number of the
-    data is one token, and those up to 99 are there whatever the operands. Unused tokens fill up to a multiple of 64, so
-    that tensor-parallel ranks get equal shares."""
+    """The tokens in the order of their ids: special ones, signs, every number of the data (from 0 to at least 99), and
+    unused ones up to a multiple of 64, so that tensor-parallel ranks get equal shares."""
     # Every operand at its largest, every step wrong upwards.
     largest = config.num_operands * config.max_operand + max(STEP_ERRORS) * (config.num_operands - 1)
     return _filled_up([*_WORDS, *map(str, range(max(largest, _SMALLEST_MAX_NUMBER) + 1))])

@@ -43,8 +43,7 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", 
 
 def canonical_number(text: str) -> str | None:
     """The one spelling of a number, without separators, dollar sign, leading and trailing zeros: ``"1,234" -> "1234"``,
-    ``"$5" -> "5"``, ``"3.50" -> "3.5"``, ``"-3." -> "-3"``, ``"-0" -> "0"``. None where the text is anything but a
-    number (units and words included)."""
+    ``"$5" -> "5"``, ``"3.50" -> "3.5"``, ``"-3." -> "-3"``, ``"-0" -> "0"``. None for other texts."""
     match = _NUMBER.fullmatch(text.strip())
     if match is None or not (match["whole"] or match["fraction"]):
         return None
@@ -95,8 +94,7 @@ def is_well_formed(text: str) -> bool:
 
 def clean_answer(text: str) -> str:
     """An answer without what surrounds it: math delimiters, a box, bold face, typographic spaces, a closing full stop.
-    Digits that a space or ``{,}`` groups are joined, and the sign of dollars is ``\\$``; the mathematics is not
-    changed."""
+    Digits that a space or ``{,}`` groups are joined, and the sign of dollars is ``\\$``; nothing else is changed."""
     before, text = None, _SPACES.sub(" ", _THOUSANDS.sub("", text.replace(r"\$", _DOLLAR)))
     while text != before:  # one thing may surround another
         before = text

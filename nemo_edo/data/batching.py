@@ -33,23 +33,16 @@ def build_batch(
     """One row for each (prompt ids, response ids), right-padded to ``length`` (None: the longest sequence). The mask is
     1 at the R positions that predict a response's R tokens, the first of which is the prompt's last. logprobs: one per
     response token, of the batch's fields old_logprobs, ref_logprobs and sampler_logprobs."""
-    sizes = [len(prompt) + len(response) for prompt, response in sequences]
-    length = max(sizes) if length is None else length
-    tokens = torch.full((len(sequences), length), pad_id, dtype=torch.int64)
-    _fill_spans(tokens, [0] * len(sequences), sizes, [part for sequence in sequences for part in sequence])
-    values = {name: place_on_responses(rows, sequences, length) for name, rows in logprobs.items()}
-    mask = place_on_responses([[1.0] * len(response) for _, response in sequences], sequences, length)
-    return TrainingBatch(tokens=tokens, mask=mask, **values)
-
-
-def place_on_responses(
-    values: Sequence[Sequence[float]], sequences: Sequence[PromptAndResponse], length: int
-) -> Tensor:
-    """[B, T = length - 1] float32: a value for each response token, at the position that predicts it; 0 elsewhere."""
-    placed = torch.zeros(len(sequences), length - 1)
-    sizes = [len(response) for _, response in sequences]
-    _fill_spans(placed, [len(prompt) - 1 for prompt, _ in sequences], sizes, values)
-    return placed
+    begins = torch.tensor([[len(prompt)] for prompt, _ in sequences])
+    ends = begins + torch.tensor([[len(response)] for _, response in sequences])
+    column = torch.arange(int(ends.max()) if length is None else length)
+    tokens = torch.full((len(sequences), len(column)), pad_id, dtype=torch.int64)
+    tokens[column < ends] = _joined(chain.from_iterable(sequences), np.int64)
+    predicts = ((column >= begins - 1) & (column < ends - 1))[:, :-1]
+    placed = {name: torch.zeros(predicts.shape) for name in logprobs}
+    for name, rows in logprobs.items():
+        placed[name][predicts] = _joined(rows, np.float32)
+    return TrainingBatch(tokens=tokens, mask=predicts.float(), **placed)
 
 
 def place_experts(rows: Sequence[bytes], sequences: Sequence[PromptAndResponse], length: int) -> Tensor | None:
@@ -67,12 +60,8 @@ def place_experts(rows: Sequence[bytes], sequences: Sequence[PromptAndResponse],
     return placed
 
 
-def _fill_spans(rows: Tensor, starts: list[int], lengths: list[int], values: Iterable[Sequence[float]]) -> None:
-    """Writes the values, row after row, into the ``lengths`` elements of each row from its start."""
-    start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
-    column = torch.arange(rows.shape[1])
-    flat = np.fromiter(chain.from_iterable(values), np.float32 if rows.is_floating_point() else np.int64)
-    rows[(column >= start) & (column < start + length)] = torch.from_numpy(flat)
+def _joined(rows: Iterable[Sequence[float]], dtype: type) -> Tensor:
+    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype))
 
 
 def sequence_lengths(batch: TrainingBatch) -> list[int]:

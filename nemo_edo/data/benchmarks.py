@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_well_formed
@@ -91,12 +91,11 @@ def _stated_gold(values: Mapping[str, Any]) -> Gold:
 
 def _aime_gold(values: Mapping[str, Any]) -> Gold:
     """Answers are whole numbers from 0 to 999; some copies have them only in the solution's box."""
-    answer = values["answer"] if values["answer"] is not None else _BOXED.extract(values["solution"] or "")
-    gold = _stated_gold({**values, "answer": "" if answer is None else answer})
+    gold = _stated_or_boxed_gold(values)
     digits = re.fullmatch(r"0*(\d{1,3})", gold.answer)
     if digits is None:
         raise RowError(f'the answer is "{gold.answer}", expected a whole number from 0 to 999')
-    return Gold(gold.question, gold.solution, digits[1], MATH)
+    return replace(gold, answer=digits[1])
 
 
 def _stated_or_boxed_gold(values: Mapping[str, Any]) -> Gold:

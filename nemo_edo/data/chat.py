@@ -124,8 +124,7 @@ def _text(template: Template, variables: Mapping[str, Any]) -> str:
 
 @cache
 def _compiled(template: str = "", now: datetime = datetime.min) -> tuple[Template, list[str]]:
-    """The template and the names of its variables, in a sandbox like the one of ``transformers``, but for its clock,
-    which stands still."""
+    """The template and the names of its variables, in a sandbox like ``transformers``' but with a clock that stands."""
     from jinja2 import DictLoader, TemplateError, ext, meta, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -164,12 +163,8 @@ def chat_template(
     system_prompt: str | None,
     now: datetime,
 ) -> ChatTemplate | None:
-    """What ``data.chat_template`` (auto, true, false, a file, or the name of one of several templates) makes with a
-    tokenizer; None: prompts are text.
-
-    Raises UserError (a ValueError) where there is no such template, several and none of them the default, and one that
-    cannot be used.
-    """
+    """The template that ``data.chat_template`` (auto, true, false, a file, or one of several names) asks for; None:
+    prompts are text. Raises UserError for one that is missing or cannot be used, and for several without a default."""
     if asked == "false":
         return None
     named, folder = tokenizer.chat_template, tokenizer.name_or_path

@@ -91,8 +91,8 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def check_context(folder: Path, fields: dict[str, Any], seq_length: int, *, given: bool) -> None:
-    """Raises UserError where sequences would be longer than the model's positions. given: whether ``seq_length`` is a
-    setting, and not what the problems need."""
+    """Raises UserError where sequences would exceed the model's positions. given: ``seq_length`` is a setting, and not
+    what the problems need."""
     context = fields.get("max_position_embeddings")
     if context is None or context >= seq_length:
         return
@@ -160,11 +160,8 @@ def unread_files(folder: Path) -> list[str]:
 
 
 def read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of the files that transformers reads, by name.
-
-    Raises UserError for a file that cannot be read (an incomplete download, a Git LFS pointer), and for a tensor that
-    is in two files.
-    """
+    """The tensors of the files that transformers reads, by name. Raises UserError for a file that cannot be read (an
+    incomplete download, a Git LFS pointer), and for a tensor that is in two files."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, StoredTensor] = {}
@@ -245,8 +242,7 @@ def parameters(folder: Path) -> int:
 
 def write_truncated(folder: Path, out: Path, multiple: int) -> list[int]:
     """Writes config and weights of the first and the last layers, as many in all as the multiple of ``multiple`` that
-    is at least four, and returns their numbers. Further layers than the config has (of multi-token prediction) are
-    left out."""
+    is at least four; returns their numbers. Layers beyond the config's (of multi-token prediction) are left out."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 

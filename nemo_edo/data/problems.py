@@ -41,8 +41,7 @@ SPLITS = ("warmup", "train", "test")  # what a function makes; without warmup, t
 
 @dataclass
 class Columns:
-    """The columns that make a problem; the others are its metadata. A name that is null: the setting's own name, where
-    there is such a column."""
+    """The columns that make a problem; others are its metadata. null: the setting's own name, if it is a column's."""
 
     question: Optional[str] = None
     """What is asked; every row has it: a text, or a chat that is asked as it is: a list of messages, each with a role
@@ -202,8 +201,7 @@ def without_bad_rows(
 def write_problems(
     path: Path, problems: Sequence[Problem], *, benchmark: str, split: str, source: dict[str, str], skipped: int
 ) -> dict[str, Any]:
-    """Writes problems as JSON lines, and a manifest, which it returns. source: what they were read from, and its
-    checksum."""
+    """Writes problems as JSON lines, and a manifest, which it returns. source: where they are from, with a checksum."""
     names = (*_PREPARED_FIELDS, *(_OF_SOURCES if benchmark == MADE else ()))
     rows = [{name: getattr(problem, name) for name in names} for problem in problems]
     for row, problem in zip(rows, problems, strict=True):
@@ -284,8 +282,8 @@ def load_source(path: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
 def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> dict[str, list[Problem]]:
     """The splits that ``data.source`` returns: ``{"train": problems, "test": problems}``, where a problem is a
     ``Problem`` or a row with ``columns``. Without "train" nothing can be trained. "warmup", if there is one, has the
-    problems whose solutions the warm-up learns. Raises UserError where the function fails, returns something else, or a
-    problem is bad or occurs twice."""
+    problems whose solutions the warm-up learns. Raises UserError where the function fails or returns another value, and
+    for a problem that is bad or occurs twice."""
     function = load_source(path, arguments)
     try:
         splits = function(**arguments)

@@ -1,5 +1,4 @@
-"""Problems as token ids: prompts for generation, and prompt-solution pairs for supervised training. Special tokens in
-a user's text stay text."""
+"""Problems as token ids: prompts, and prompt-solution pairs for SFT. Special tokens in a user's text stay text."""
 
 from __future__ import annotations
 
@@ -39,11 +38,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 class Markup:
-    """Marks what a user wrote (``text``), and encodes what is made of it.
-
-    Markup are the tokenizer's special tokens except for ``kept``, and its other added tokens that are in ``template``
-    (some models have ``<|user|>`` among those).
-    """
+    """Marks what a user wrote (``text``), and encodes what is made of it. Markup are the tokenizer's special tokens but
+    for ``kept``, and its other added tokens that are in ``template`` (some models have ``<|user|>`` among those)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, kept: Collection[str] = (), template: str = "") -> None:
         self._tokenizer = tokenizer
@@ -138,11 +134,8 @@ def prompt_style(
     now: datetime | None = None,
 ) -> PromptStyle:
     """The style that ``data.prompt``, ``data.chat_template`` (``asked``), ``data.system_prompt``,
-    ``data.chat_template_kwargs`` and ``data.keep_special_tokens`` make with a tokenizer. now: what a template writes
-    for the time; None: the time.
-
-    Raises UserError (a ValueError) where the template cannot be used, or the tokenizer has no such special token.
-    """
+    ``data.chat_template_kwargs`` and ``data.keep_special_tokens`` make with a tokenizer. now: the time that a template
+    writes. Raises UserError where the template cannot be used, or the tokenizer has no such special token."""
     known = special_tokens(tokenizer)
     for token in kept:
         if token not in known:
@@ -171,8 +164,7 @@ def warnings_of(
     ends: Collection[int],
 ) -> list[str]:  # fmt: skip
     """What may not be meant: special tokens that ``data.prompt`` or ``data.answer_pattern`` (``pattern``) asks for and
-    responses' texts are without, and a begin token that a chat template does not write. ends: tokens that end a
-    response."""
+    responses' texts are without, and a begin token that a chat template does not write. ends: of responses."""
     said, begin = [], tokenizer.bos_token_id
     asked = [
         token for token, one in special_tokens(tokenizer).items()
@@ -209,12 +201,9 @@ def encode_prompts(
 
     What the tokenizer puts in front by itself (Llama's BOS) is kept: a template must not write it a second time. A chat
     template writes all special tokens, and nothing is added to them. Special tokens in a problem stay text.
-    ``max_prompt_tokens`` is what the response leaves of the context; None: there is no limit. ends: tokens that end a
-    response, in addition to the tokenizer's.
-
-    Raises UserError (a ValueError) if a prompt is longer, holds text that the tokenizer does not know, or is not what
-    the model should be asked (``prompt_checks``).
-    """
+    ``max_prompt_tokens`` is what the response leaves of the context; None: there is no limit. ends: further tokens that
+    end a response. Raises UserError if a prompt is longer, has text that the tokenizer does not know, or is not what
+    the model should be asked (``check_prompts``)."""
     prompts = _encode_prompts(problems, tokenizer, style, ends)
     lengths = [len(prompt.ids) for prompt in prompts]
     limit = (max_prompt_tokens, "that sampling.max_new_tokens leaves of model.seq_length")
@@ -256,13 +245,9 @@ def _encode_prompts(
 def encode_solutions(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, seq_length: int | None
 ) -> list[tuple[TokenIds, TokenIds]]:
-    """(prompt ids, solution ids with the end-of-sequence token) of each problem, in order.
-
-    Prompt and solution are encoded separately, so that the prompt's tokens are the ones that generation sees.
-
-    Raises UserError (a ValueError) if prompt and solution together exceed ``seq_length`` tokens (None: there is no
-    limit), the tokenizer has no end-of-sequence token, or does not know the text.
-    """
+    """(prompt ids, solution ids with the end-of-sequence token) of each problem, in order; encoded separately, so that
+    the prompt's tokens are the ones that generation sees. Raises UserError if both together exceed ``seq_length``
+    tokens (None: there is no limit), or the tokenizer has no end-of-sequence token or does not know the text."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
     markup, pairs = Markup(tokenizer, style.kept), []
@@ -322,8 +307,8 @@ def _require_fit(
 
 
 def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) -> str:
-    """What the template writes around such messages, as far as it can be seen. Raises UserError where the model's turn
-    has not begun at a prompt's end."""
+    """What the template visibly writes around such messages. Raises UserError where a prompt does not begin the model's
+    turn."""
     empty = [{**message, "content": _CONTENT} for message in messages]
     answered = [*empty, {"role": "assistant", "content": _REPLY}]
     prompt, closed, reply, asked_again = chat.render(
@@ -346,11 +331,8 @@ def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) 
 def check_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: str | None, ends: Collection[int | None]
 ) -> None:
-    """template: the chat template's name, if prompts have one.
-
-    Raises UserError for a prompt that is empty, lacks its question, begins with two begin tokens, ends with an end
-    token, or is another question's.
-    """
+    """Raises UserError for a prompt that is empty, lacks its question, begins with two begin tokens, ends with an end
+    token, or is another question's. template: the chat template's name, if prompts have one."""
     named, begin = f"the tokenizer {tokenizer.name_or_path!r}", tokenizer.bos_token_id
     seen: dict[tuple[int, ...], Prompt] = {}
     for place, prompt in enumerate(prompts):
@@ -383,8 +365,7 @@ def check_rows(
     sequences: Iterable[Sequence[int]], ends: Sequence[int], tokenizer: PreTrainedTokenizerBase,
     fields: Mapping[str, Any], config: Path,
 ) -> None:  # fmt: skip
-    """Raises UserError for a token that the model's embedding has no row for, among those of the prompts and solutions
-    and where all ends of a response are such."""
+    """Raises UserError where the model's embedding has no row for a token of prompts and solutions, or for any end."""
     rows = fields.get("vocab_size", (fields.get("text_config") or {}).get("vocab_size"))
     if not isinstance(rows, int):
         return
@@ -399,8 +380,7 @@ def check_rows(
 
 
 def _lost(asked: Sequence[str], text: str) -> str | None:
-    """The first of these that is not in the text. Templates trim messages, and tokenizers may change white space, case
-    and compatible characters."""
+    """The first that is not in the text, up to white space, case and compatible characters, which may be changed."""
     if all(one in text for one in asked):
         return None
     plain = _plain(text)

@@ -1,5 +1,4 @@
-"""The rows of a data file, whatever its format: JSON lines, a JSON list, Parquet, a folder of either, a data set that
-was saved to disk, or the hub."""
+"""The rows of a data file: JSON lines, a JSON list, Parquet, a folder of either, or a data set saved to disk."""
 
 from __future__ import annotations
 
@@ -133,8 +132,7 @@ def _numbered(path: Path, rows: Iterable[Any]) -> Iterator[Row]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowError:
-    """An object; or the RowError of a key that it, or an object in it, has twice, of which JSON readers take the
-    last."""
+    """An object; or the RowError of a key that it, or an object in it, has twice: JSON readers take the last."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -58,12 +58,6 @@ class MicroBatching:
     packing: bool = False  # rows are packed into one, without padding; it needs ``tokens``
     share_prompts: bool = False  # A pack contains the prompt of several rows once; it needs ``packing``
 
-    def __post_init__(self) -> None:
-        if self.packing and self.tokens is None:
-            raise ValueError("packing needs tokens, the most that a pack may have")
-        if self.share_prompts and not self.packing:
-            raise ValueError("rows share a prompt within packs only")
-
 
 @dataclass(frozen=True)
 class InputShapes:
@@ -167,10 +161,10 @@ def plan_micro_batches(
     which stores each prompt once; rows of one prompt are then consecutive.
     Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
     """
+    if (rows < unit and not packing) or len(lengths) % unit:
+        raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
     if packing:
         return _packs(lengths, ranks, tokens, unit, prompts or Prompts.none(len(lengths)))
-    if rows < unit or len(lengths) % unit:
-        raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
     longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
     order = list(range(len(longest)))
     if tokens is not None:
@@ -198,8 +192,6 @@ def _packs(lengths: Sequence[int], ranks: int, tokens: int, unit: int, prompts: 
     two ranks differ by more tokens than the longest piece has: a unit, or units that share a prompt. Each piece, the
     longest first, goes to the pack with the fewest tokens (Graham's rule for equal loads): first with as few packs as
     could do, then with as many more as it takes."""
-    if len(lengths) % unit:
-        raise ValueError(f"{len(lengths)} rows in packs cannot keep {unit} rows together")
     longest = max((sum(lengths[start : start + unit]) for start in range(0, len(lengths), unit)), default=0)
     if longest > tokens:
         raise ValueError(f"{unit} rows of {longest} tokens together exceed the {tokens} tokens of a pack")

@@ -1,5 +1,4 @@
-"""The tokenizer of a model's folder, and the tokens that end a response: the folder's files name them in up to three
-places, which need not agree."""
+"""The tokenizer of a model's folder, and the tokens that end a response, which up to three files name differently."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nemo_edo.config import ScoreConfig
 from nemo_edo.data.batching import minibatches
@@ -148,13 +149,9 @@ def batches(parts: Sequence[Encoded], batch_tokens: int) -> Iterator[list[Encode
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Token ids and mask, each [B, T] int64, padded on the right."""
-    longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), pad_id)
-    mask = torch.zeros_like(ids)
-    for row, tokens in enumerate(rows):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
-        mask[row, : len(tokens)] = 1
-    return ids, mask
+    ids = [torch.tensor(row) for row in rows]
+    mask = pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
+    return pad_sequence(ids, batch_first=True, padding_value=pad_id), mask
 
 
 # --- the stored responses of a run -------------------------------------------------------------------------------

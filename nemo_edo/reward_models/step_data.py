@@ -159,8 +159,7 @@ def step_groups(
 ) -> list[StepGroup]:
     """For each question (problem id -> text), up to ``data.positives`` right paths, sampled at random, each with up to
     ``data.negatives`` wrong ones: first those that share the right one's prefix, then those of its length, then others.
-    A question without a right or a wrong path has none. A question's groups depend on the seed, its id and its
-    responses only."""
+    A question without a right or a wrong path has none. Seed, id and responses alone determine its groups."""
     of_question: dict[str, list[ScoredRollout]] = {problem_id: [] for problem_id in questions}
     for response in responses:
         of_question[response.rollout.problem_id].append(response)

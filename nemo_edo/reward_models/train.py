@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from nemo_edo.config import RewardModelRunConfig, RewardTrainConfig
 from nemo_edo.config.compose import resolved_yaml
@@ -170,14 +171,10 @@ def _train_and_test(
     # The fields of the Trainer's log that do not depend on the clock.
     kept = ("step", "epoch", "loss", "grad_norm", "learning_rate", "validation_all", "validation_one_prefix")
     before = {part: measured(data.groups[part]) for part in parts}  # the Trainer has moved the network to its device
-    complete = []
     for path in checkpoints.glob("checkpoint-*"):
-        if (path / "trainer_state.json").is_file():  # written last; a kill leaves a folder without it
-            complete.append(path)
-        else:
+        if not (path / "trainer_state.json").is_file():  # written last; a kill leaves a folder without it
             shutil.rmtree(path)
-    newest = max(map(str, complete), key=lambda name: int(name.rpartition("-")[2]), default=None)
-    trainer.train(resume_from_checkpoint=newest)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(checkpoints) if checkpoints.is_dir() else None)
     return {
         "data": {"run": cfg.data.run, "too_long": data.too_long, **data.counts()},
         "parameters": network.num_parameters(),

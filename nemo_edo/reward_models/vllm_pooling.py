@@ -127,8 +127,7 @@ def serving(about: RewardFolder, settings: ServersConfig, work: Path) -> Iterato
 
 
 def build_reward_replicas(about: RewardFolder, settings: ServersConfig, work: Path, gpus: int) -> Sequence[Replica]:
-    """Replicas, not started, of the folder's model: at the settings' URLs, or on this machine. work: as for
-    ``serving``."""
+    """Replicas, not started, of the folder's model: at the settings' URLs, or here. work: as for ``serving``."""
     if settings.urls:
         return replicas_at_urls(settings)
     model, pooler = about.path, {}  # the pooler: what vLLM does not take from the model's own files
@@ -170,13 +169,13 @@ def write_servable(folder: Path, out: Path) -> Path:
     if set(head) != {_WEIGHT, _BIAS}:
         raise UserError(f"{folder}: its weights {sorted(head)} are not those of Skywork's head, {_WEIGHT} and {_BIAS}")
     weight, bias = head[_WEIGHT], head[_BIAS]  # v [1, D] and b [1]
-    width = weight.shape[1]
-    first, offset, second = (torch.zeros(shape, dtype=weight.dtype) for shape in ((width, width), width, (1, width)))
-    first[0], first[1] = weight[0], -weight[0]
-    offset[0], offset[1] = bias[0], -bias[0]
-    second[0, 0], second[0, 1] = 1.0, -1.0
-    scores = {"score.0.weight": first, "score.0.bias": offset, "score.2.weight": second,
-              "score.2.bias": torch.zeros(1, dtype=weight.dtype)}  # fmt: skip
+    zeros = weight.new_zeros(weight.shape[1] - 2, weight.shape[1])
+    scores = {
+        "score.0.weight": torch.cat([weight, -weight, zeros]),
+        "score.0.bias": torch.cat([bias, -bias, zeros[:, 0]]),
+        "score.2.weight": torch.cat([weight.new_tensor([1, -1]), zeros[:, 0]])[None],
+        "score.2.bias": weight.new_zeros(1),
+    }
     save_file(scores, out / _ADDED, metadata={"format": "pt"})
     places |= dict.fromkeys(scores, _ADDED)
     index = {"metadata": {}, "weight_map": dict(sorted(places.items()))}

@@ -252,8 +252,7 @@ def _own(response: Response) -> dict[str, Any]:
 
 
 def signature(path: str, key: str) -> Signature | UserError:
-    """Of the function that the setting ``key`` names; an error where it is missing, or its parameters cannot be
-    given."""
+    """Of the function that the setting ``key`` names; an error where it is missing or takes what is not there."""
     try:
         function = _function(path, key)
         declared = inspect.signature(function).parameters

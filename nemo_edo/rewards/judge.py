@@ -120,8 +120,7 @@ class JudgeReport:
     agreement: Counter[tuple[bool, bool]] = field(default_factory=Counter)  # by (judge's, rules') verdict
 
     def numbers(self, settings: JudgeConfig) -> dict[str, float | int]:
-        """The numbers by name, for metrics.jsonl. cost: in the currency of the settings' prices, if set; agreement
-        (share) and kappa: if the rules verified any."""
+        """The numbers for metrics.jsonl: cost if prices are set, agreement (share) and kappa if rules verified any."""
         found: dict[str, float | int] = {
             **{name: getattr(self, name) for name in ("replies", "cached", "judged")},
             "abstained": self.abstained.total(),
@@ -180,8 +179,7 @@ class Judge:
         self._not_before = 0.0  # the server has asked for no request before this, in the event loop's time
 
     def check(self) -> None:
-        """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError where no reply
-        comes."""
+        """Asks for one verdict, to find a wrong URL, key or model before any work. Raises UserError without a reply."""
         body = request_body(self.settings, _EXAMPLE, "2", "#### 2")
         found: dict[str, bool | str] = {}
         self._ask({(key := request_key(body)): body}, found, Counter([key]), most_abstained=1)

@@ -170,8 +170,7 @@ class MathVerifier:
         return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
 
     def _run(self, function: str, arguments: Sequence[tuple]) -> list[Any]:
-        """A task whose worker died is tried once more: the system, short of memory, may have killed it, not the
-        answer."""
+        """A task whose worker died is tried once more: the system may have killed it, short of memory."""
         results = self._pool.run(f"{_EQUIVALENCE}:{function}", arguments)
         died = [place for place, result in enumerate(results) if getattr(result, "exit_status", None) is not None]
         again = self._pool.run(f"{_EQUIVALENCE}:{function}", [arguments[place] for place in died])

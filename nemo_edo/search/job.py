@@ -285,8 +285,7 @@ class SearchStore:
 
 
 def read_results(folder: str | Path) -> list[SearchRecord]:
-    """The records of a finished search, whatever it was made with. Raises UserError where there are none, or they are
-    damaged."""
+    """The records of a finished search. Raises UserError where there are none, or they are damaged."""
     path = _table(Path(folder)).path
     if not path.is_file():
         raise UserError(f"{path} is missing: the search has not finished")

@@ -1,8 +1,7 @@
 """Solutions generated step by step, for a search: a StepProposer (``test_time.search_llm``) over any engine.
 
 A step ends where the text has a separator, or with the solution. A path is continued from the very tokens that were
-sampled for it: nothing is tokenised again. So where a token extends past a separator, the next step begins with its
-rest.
+sampled for it, without tokenising again: where a token extends past a separator, the next step begins with its rest.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class EngineStepProposer:
         return found
 
     def solution(self, path: StepPath, ended: bool, seed: int) -> Rollout:
-        """A path, that has ended or not, as one response, as far as it goes. It is ``finished`` where its end token
-        came or it has stated its answer."""
+        """A path, ended or not, as one response; ``finished`` where its end token came or it has stated its answer."""
         draft = self.drafts[path, ended]
         return Rollout(
             problem_id=draft.problem_id,

@@ -112,10 +112,7 @@ class SearchConfig:
                 raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
         if not (math.isfinite(self.exploration) and self.exploration >= 0):
             raise ValueError(f"exploration is {self.exploration}, expected a finite number of at least 0")
-        for name in ("prior_precision", "noise_variance"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{name} is {value}, expected a finite number above 0")
+        PosteriorVariance(1, self.prior_precision, self.noise_variance)  # which checks them
         for name, allowed in (("width_kind", WIDTHS), ("mean", MEANS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
@@ -278,8 +275,7 @@ class _Tree:
         )
 
     def grow(self, scores: Sequence[StepScore]) -> None:
-        """Makes nodes of what is proposed, valued with the current memory. The top s by f are the new frontier, except
-        the finished ones."""
+        """Makes nodes of what is proposed, valued with the memory. The unfinished of the top s are the frontier."""
         embeddings = [score.embedding.detach() for score in scores]
         rewards = [float(score.reward) for score in scores]
         # Equal embeddings are valued once: batched rows can differ in their last bit, and that would break a tie.
