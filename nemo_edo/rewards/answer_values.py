@@ -26,8 +26,7 @@ _CASES = ConversionConfig(lowercase_symbols=False)
 _MISREAD = re.compile(
     r"\.\.|\d\s*'|(?<![\w.\\])\d+(?:\.\d+)? \d|\d\s*\^\{?[*T]\}?$|\\[lc]?dots|\\Pi(?![a-zA-Z])|\\mod(?![a-zA-Z])|%|,|;|"
     r"\\(?:angle|triangle)(?![a-zA-Z])"
-)
-"""What the parser takes for something else in a formula: 5' for 5, 3 4 for 7."""
+)  # what the parser takes for something else in a formula: 5' for 5, 3 4 for 7
 _INDEX_OF_A_NUMBER = re.compile(r"(?<![\w}])\d+\\?_")
 _ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _DEGREES = re.compile(r"(?P<angle>\d+(?:\.\d+)?)\s*(?:\^\{?\\circ\}?|°)")
@@ -68,16 +67,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Time:
-    """A time of day."""
-
-    shown: int  # Seconds, without am and pm
+    shown: int  # Seconds of the day, without am and pm
     since_midnight: int | None  # None where it may be in the morning or in the afternoon
 
 
 @dataclass(frozen=True)
 class Number:
-    """A formula, and its unit."""
-
     text: str
     value: sympy.Expr | sympy.MatrixBase
     unit: Unit = Unit()

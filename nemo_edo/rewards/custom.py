@@ -64,8 +64,6 @@ class Signature:
 
 @dataclass(frozen=True)
 class FailedCall:
-    """Why a call has no result."""
-
     reason: str  # what the function did, without its name
     traceback: str = ""
     row: int = 0  # the response among the call's that it is about
@@ -74,12 +72,10 @@ class FailedCall:
 @dataclass(eq=False)
 class CustomScorer:
     """Scores responses, unfinished ones included, by the weighted sum of functions. Final answers are only for votes:
-    the first that a function returns (``VOTE``), otherwise what the response states.
-
-    The time limit is wall time for one response; a call with several has the sum of theirs. failures: the folder for
-    responses whose scoring failed. require_unchanged: called before the functions' modules are imported, which happens
-    again after a call that took too long. columns: our names of columns by the data's names.
-    """
+    the first that a function returns (``VOTE``), otherwise what the response states. The time limit is wall time for
+    one response; a call with several has the sum of theirs. failures: the folder for responses whose scoring failed.
+    require_unchanged: called before the functions' modules are imported, which happens again after a call that took too
+    long. columns: our names of columns by the data's names."""
 
     answers: AnswerFormat
     rewards: RewardsConfig
@@ -250,6 +246,8 @@ def _own(response: Response) -> dict[str, Any]:
 
 # --- in the worker process --------------------------------------------------------------------------------------------
 
+_function = cache(load_function)
+
 
 def signature(path: str, key: str) -> Signature | UserError:
     """Of the function that the setting ``key`` names; an error where it is missing or takes what is not there."""
@@ -337,8 +335,3 @@ def as_result(value: Any) -> Result:
     if abs(result[SCORE]) > LARGEST:
         raise ValueError(f"parts whose sum is {result[SCORE]:g}; {_EXPECTED}")
     return vote | result
-
-
-@cache
-def _function(path: str, key: str) -> Callable[..., Any]:
-    return load_function(path, key)

@@ -119,9 +119,7 @@ def _same(gold: Value, answer: Value) -> bool:
     if isinstance(answer, Named) and answer.formula is not None and len(answer.formula.free_symbols) < 2:
         return False  # x + y = 5 states 5, and 2x = 5 does not
     gold, answer = (one.value if isinstance(one, Named) else one for one in (gold, answer))
-    if isinstance(gold, Time) or isinstance(answer, Time):
-        if not isinstance(gold, Time) or not isinstance(answer, Time):
-            return False
+    if isinstance(gold, Time) and isinstance(answer, Time):
         are_known = None not in (gold.since_midnight, answer.since_midnight)
         return gold.since_midnight == answer.since_midnight if are_known else gold.shown == answer.shown
     if isinstance(gold, Text) or isinstance(answer, Text):

@@ -45,8 +45,6 @@ _EXAMPLE = Problem("example", "What is 1 + 1?", "1 + 1 = 2", "2", "example")
 
 @dataclass(frozen=True)
 class Reply:
-    """A judge's answer."""
-
     verdict: bool | None  # whether the response is correct; None: the reply has no verdict
     text: str
     prompt_tokens: int
@@ -121,12 +119,9 @@ class JudgeReport:
 
     def numbers(self, settings: JudgeConfig) -> dict[str, float | int]:
         """The numbers for metrics.jsonl: cost if prices are set, agreement (share) and kappa if rules verified any."""
-        found: dict[str, float | int] = {
-            **{name: getattr(self, name) for name in ("replies", "cached", "judged")},
-            "abstained": self.abstained.total(),
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-        }
+        counted = ("replies", "cached", "judged", "prompt_tokens", "completion_tokens")
+        found: dict[str, float | int] = {name: getattr(self, name) for name in counted}
+        found["abstained"] = self.abstained.total()
         if settings.prompt_price is not None:
             prompts, replies = self.prompt_tokens * settings.prompt_price, settings.completion_price
             found["cost"] = (prompts + self.completion_tokens * replies) / 1e6
@@ -187,7 +182,6 @@ class Judge:
             raise UserError(f"the judge (rewards.judge.url {self.settings.url}) does not answer: {found[key]}")
 
     def take_report(self) -> JudgeReport:
-        """The report of everything since the last call."""
         taken, self.report = self.report, JudgeReport()
         return taken
 
@@ -199,32 +193,31 @@ class Judge:
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """Raises PartlyGenerated, with those that need no verdict or have one, where the run gave up on the judge."""
         responses = read_responses(rollouts, problems, self._answers)
-        asked = [one for one in responses if one.answer is not None and len(one.answer) <= LONGEST_ANSWER]
-        outcomes, stopped = self._outcomes(asked)
-        rules: list[bool | None] = [None] * len(asked)  # None: no verdict of the judge, not for rules, or they failed
+        asked = {
+            place: one for place, one in enumerate(responses)
+            if one.answer is not None and len(one.answer) <= LONGEST_ANSWER
+        }  # fmt: skip
+        listed, stopped = self._outcomes(list(asked.values()))
+        outcomes, rules = dict(zip(asked, listed, strict=True)), {}
         if self._rules is not None:
-            comparable = [
-                place
-                for place, (one, outcome) in enumerate(zip(asked, outcomes, strict=True))
-                if one.problem.answer_kind != TEXT and isinstance(outcome, bool)
-            ]
-            pairs = [(asked[place].problem.answer, asked[place].answer) for place in comparable]
-            for place, verified in zip(comparable, self._rules.verify(pairs), strict=True):
+            pairs = {
+                place: (one.problem.answer, one.answer) for place, one in asked.items()
+                if one.problem.answer_kind != TEXT and isinstance(outcomes[place], bool)
+            }  # fmt: skip
+            for place, verified in zip(pairs, self._rules.verify(list(pairs.values())), strict=True):
                 if verified.failure is None:
-                    rules[place] = verified.correct
+                    rules[place] = RULES_AGREE if verified.correct == outcomes[place] else RULES_DISAGREE
                     self.report.agreement[outcomes[place], verified.correct] += 1
-        judged = iter(zip(outcomes, rules, strict=True))
         scored = []
-        for response in responses:
+        for place, response in enumerate(responses):
             if response.answer is None:
                 scored.append(response.scored(0.0, None, response.why_no_answer))
                 continue
-            if len(response.answer) > LONGEST_ANSWER:
+            if place not in asked:
                 scored.append(response.scored(0.0, f"{response.answer[:LONGEST_ANSWER]}...", TOO_LONG))
                 continue
-            outcome, by_rules = next(judged)
+            outcome, agrees = outcomes[place], rules.get(place, "")
             form = canonical_number(response.answer) or clean_answer(response.answer)
-            agrees = "" if by_rules is None else RULES_AGREE if by_rules == outcome else RULES_DISAGREE
             if outcome is True:
                 scored.append(response.scored(1.0, form, CORRECT + agrees))
             elif outcome is False:
@@ -292,7 +285,6 @@ class Judge:
         run_tasks(ask_all())
 
     async def _outcome(self, session: aiohttp.ClientSession, key: str, body: Mapping[str, Any]) -> bool | str:
-        """The verdict of one request, or why it has none."""
         settings, report = self.settings, self.report
         for _ in range(settings.verdict_attempts):
             try:

@@ -38,8 +38,6 @@ _EQUIVALENCE = "nemo_edo.rewards.equivalence"  # called by import path: only wor
 
 @dataclass(frozen=True)
 class Response:
-    """A response to score, and its problem."""
-
     rollout: Rollout
     problem: Problem
     answer: str | None
