@@ -23,8 +23,7 @@ TESTED = {
     "prime-rl": ("0.8", "0.8"),
     "rllm": ("0.3", "0.3"),
     "skyrl": ("0.3", "0.3"),
-}
-"""The oldest and the newest minor version of each package that its adapter was tested with."""
+}  # the oldest and the newest minor version of each package that its adapter was tested with
 
 
 @cache
@@ -83,10 +82,8 @@ class ExplorationSettings:
         return {"exploration": total / max(tokens, 1), "floor_share": below / max(tokens, 1)}
 
     def require_several_steps(self, steps: float, change: str) -> None:
-        """Raises ValueError, which says what to change, for one optimizer step (or fewer) for each collection.
-
-        While the policy equals its sampler the term's expected gradient is zero: such a schedule would add noise.
-        """
+        """Raises ValueError, which says what to change, for one optimizer step (or fewer) for each collection: while
+        the policy equals its sampler the term's expected gradient is zero, and such a schedule would add noise."""
         if self.coefficient != 0 and steps <= 1:
             raise ValueError(
                 "one optimizer step for each collection of samples: the policy still equals its sampler there, and "

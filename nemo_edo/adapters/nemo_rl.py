@@ -40,11 +40,8 @@ class EDGRPOLossFn(ClippedPGLossFn):
     """
 
     def __init__(self, cfg: ClippedPGLossConfig, *args: Any, **kwargs: Any) -> None:
-        """cfg: NeMo-RL's ``loss_fn``, which keeps keys that it does not know: ``exploration_coefficient`` and
-        ``log_ratio_floor`` (``ExplorationSettings``).
-
-        Raises ValueError without a coefficient, and with ``force_on_policy_ratio``, which has no policy to leave.
-        """
+        """cfg: the ``loss_fn`` with ``exploration_coefficient`` and ``log_ratio_floor`` (``ExplorationSettings``).
+        Raises ValueError without a coefficient, and with ``force_on_policy_ratio``, which has no policy to leave."""
         warn_of_untested("nemo-rl")
         super().__init__(cfg, *args, **kwargs)
         self.exploration = exploration_of(cfg)
@@ -126,10 +123,8 @@ def _field(config: Any, name: str) -> Any:
 
 
 def install() -> None:
-    """Puts ``EDGRPOLossFn`` where ``setup`` of GRPO makes its loss, and has it check the schedule first.
-
-    Wherever else NeMo-RL makes its own loss, it raises ValueError: that would train without the term.
-    """
+    """Puts ``EDGRPOLossFn`` where ``setup`` of GRPO makes its loss, and has it check the schedule first. Wherever else
+    NeMo-RL makes its own loss, it raises ValueError: that would train without the term."""
     grpo: Any = importlib.import_module("nemo_rl.algorithms.grpo")
     setup, make = grpo.setup, ClippedPGLossFn.__init__
 

@@ -60,8 +60,7 @@ class EDGRPOPolicyLoss:
 
     exploration: ExplorationSettings
     base_loss: str
-    sequences: int
-    """Responses of a mini-batch, over all workers."""
+    sequences: int  # responses of a mini-batch, over all workers
 
     def __call__(
         self,

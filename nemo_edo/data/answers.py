@@ -229,7 +229,6 @@ def _after_phrase(text: str, phrase: str) -> list[tuple[str, int]]:
 
 
 def _stated(rest: str) -> str:
-    """The answer in the text after a phrase."""
     if boxes := _joined(rest, _boxes(rest)):
         return boxes[0].content
     rest = _BOLD.sub(r"\1", rest).lstrip(" \t\n:*'\"")

@@ -22,8 +22,6 @@ _LONGEST_RULED = 100  # characters of a solution of one line that is taken for t
 
 @dataclass(frozen=True)
 class Gold:
-    """What a row of a benchmark says."""
-
     question: str
     solution: str  # the reference solution; where the benchmark has none, the sentence that states the answer
     answer: str

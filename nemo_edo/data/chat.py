@@ -23,11 +23,9 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
-"""A role and a content."""
+Message = Mapping[str, str]  # a role and a content
 SETTING = "data.chat_template"
-SECONDS = 10
-"""CPU time of one conversation, for which a template needs about a millisecond."""
+SECONDS = 10  # CPU time of one conversation, for which a template needs about a millisecond
 MEMORY_MB = 1024
 
 
@@ -41,13 +39,11 @@ class Unrendered:
 @dataclass(frozen=True)
 class ChatTemplate:
     text: str
-    name: str
-    """The template's name in error messages."""
+    name: str  # the template's name in error messages
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the template: the tokenizer's (``bos_token``) and ``data.chat_template_kwargs``."""
     system_prompt: str | None = None
-    now: datetime = field(default_factory=datetime.now)
-    """The time that ``strftime_now`` writes."""
+    now: datetime = field(default_factory=datetime.now)  # the time that ``strftime_now`` writes
 
     def messages(self, chat: Sequence[Message]) -> list[Message]:
         """A problem's messages after ``system_prompt``, unless they have a system message."""
@@ -64,9 +60,7 @@ class ChatTemplate:
 
     def render(self, chats: Sequence[Sequence[Message]], *, closed: Collection[int] = ()) -> list[str | Unrendered]:
         """The text of each chat, or why it has none. closed: places of those without a beginning of the model's turn.
-
-        Raises UserError for a template that Jinja cannot read.
-        """
+        Raises UserError for a template that Jinja cannot read."""
         # Templates test what they do not get for being none or defined.
         shared = {"tools": None, "documents": None, **self.variables}
         return self._run([

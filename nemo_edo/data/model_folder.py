@@ -25,14 +25,12 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 """One of them has the vocabulary. From tokenizer_config.json alone, transformers 5 makes an empty one."""
 READ = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 """Of a hub's model: what a folder needs, and no second copy of the weights in another format."""
-ABOUT = ["README.md", "LICENSE*", "NOTICE*"]
-"""What an export's card takes the licence from."""
+ABOUT = ["README.md", "LICENSE*", "NOTICE*"]  # what an export's card takes the licence from
 COPIED = re.compile(r".*\.(json|jinja|model|txt|tiktoken|py)|(licen[cs]e|notice|copying|use_policy).*", re.IGNORECASE)
 """Names of files that come along: tokenizer, template, generation config, licence, code."""
 NOT_COPIED = re.compile(r"config\.json|.*\.index\.json|adapter_.*")
 TEMPLATES = "additional_chat_templates"
-LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")
-"""Where a tensor's name has its layer's number."""
+LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")  # where a tensor's name has its layer's number
 
 
 def is_hub_name(path: str) -> bool:
@@ -41,12 +39,9 @@ def is_hub_name(path: str) -> bool:
 
 
 def find_model(path: str, *, download: bool = True) -> Path:
-    """The folder of ``path``: a folder's path, or OWNER/NAME on the Hugging Face hub. Of the latter, the snapshot in
-    huggingface_hub's cache counts first; where it has none, or only a part, the model is downloaded.
-
-    Raises UserError for a hub's model that is not in the cache and cannot be downloaded, or may not (``download``). Any
-    other path is returned as it is, whether or not there is a folder.
-    """
+    """The folder of ``path``: a path, returned as it is whether or not there is a folder, or OWNER/NAME on the Hugging
+    Face hub: the snapshot in huggingface_hub's cache, or where it has none or only a part, a download. Raises UserError
+    for a hub's model that is not in the cache and cannot be downloaded, or may not (``download``)."""
     if not is_hub_name(path):
         return Path(path)
     from huggingface_hub import constants, snapshot_download
@@ -125,12 +120,9 @@ def _what_is_missing(folder: Path, *, weights: bool) -> str | None:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's header."""
-
     file: Path
     shape: tuple[int, ...]
-    dtype: str
-    """As safetensors names it: F32, BF16, F8_E4M3."""
+    dtype: str  # as safetensors names it: F32, BF16, F8_E4M3
 
 
 def weight_files(folder: Path) -> list[Path]:

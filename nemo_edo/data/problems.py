@@ -48,10 +48,8 @@ class Columns:
     and a content."""
     answer: Optional[str] = None
     """The final answer alone: a text or a whole number. Without one, only a custom reward can score."""
-    solution: Optional[str] = None
-    """The text that a warm-up learns."""
-    id: Optional[str] = None
-    """A name of the problem, unique in its file: a text or a whole number."""
+    solution: Optional[str] = None  # The text that a warm-up learns.
+    id: Optional[str] = None  # A name of the problem, unique in its file: a text or a whole number.
 
     @property
     def are_named(self) -> bool:

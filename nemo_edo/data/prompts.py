@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 TokenIds = tuple[int, ...]
 REMEDY = f"set {SETTING} to a file or to false, or what it needs (data.system_prompt, data.chat_template_kwargs)"
-_DECODED = 32
-"""Prompts whose tokens are read again as text."""
+_DECODED = 32  # prompts whose tokens are read again as text
 _CONTENT, _REPLY = "text", "reply"
 _OURS, _USERS = 0x100000, 0x108000
 """The first of the private characters that stand for markup that is meant, and for text that looks like it."""
@@ -63,10 +62,8 @@ class Markup:
         return _USERS_PRIVATE.sub(lambda match: self._tokens[ord(match[0]) - _USERS], text)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """The ids of a text with users' parts. special: with what the tokenizer puts around texts.
-
-        Raises UserError for a tokenizer that cannot write a special token as text.
-        """
+        """The ids of a text with users' parts. special: with what the tokenizer puts around texts. Raises UserError for
+        a tokenizer that cannot write a special token as text."""
         encode = self._tokenizer.encode
         if not _PRIVATE.search(text):
             return encode(text, add_special_tokens=special)
@@ -107,20 +104,17 @@ class Markup:
 @dataclass(frozen=True)
 class Prompt:
     problem: Problem
-    asked: tuple[str, ...]
-    """What the user and the system say in it."""
+    asked: tuple[str, ...]  # what the user and the system say in it
     text: str
     ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PromptStyle:
-    template: str
-    """The text around {question}."""
+    template: str  # the text around {question}
     chat: ChatTemplate | None = None
     """What makes a prompt of the rendered text, the user's message, or of a problem's messages; None: it is text."""
-    kept: tuple[str, ...] = ()
-    """Special tokens that are words like any others (``data.keep_special_tokens``)."""
+    kept: tuple[str, ...] = ()  # special tokens that are words like any others (``data.keep_special_tokens``)
 
 
 def prompt_style(

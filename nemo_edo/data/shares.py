@@ -155,8 +155,7 @@ def plan_micro_batches(
     """For each data-parallel rank its micro-batches, each a list of rows: as many on every rank, and some may be empty.
 
     lengths: tokens of each row of the global batch. rows: at most this many per micro-batch. tokens: at most this
-    many per micro-batch, padding included; rows of similar length then share one. unit: consecutive rows that stay
-    together.
+    many per micro-batch, padding included; rows of similar length then share one. unit: rows that stay together.
     packing: rows are packed, as many as ``tokens`` allows, whatever ``rows`` says. prompts: shared by rows of a pack,
     which stores each prompt once; rows of one prompt are then consecutive.
     Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.

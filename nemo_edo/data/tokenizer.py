@@ -72,7 +72,6 @@ class StopTokens:
 
     @property
     def ids(self) -> tuple[int, ...]:
-        """Ascending."""
         return tuple(sorted(self.texts))
 
     def lines(self) -> list[str]:

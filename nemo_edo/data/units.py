@@ -11,8 +11,7 @@ TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{(?P<w
 FUNCTIONS = frozenset(
     "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln lg exp sqrt pi max min gcd lcm mod choose det "
     "and or".split()
-)
-"""Words that are mathematics."""
+)  # words that are mathematics
 _MULTIPLIERS = {"k": 10**3, "dozen": 12, "tens": 10, "hundred": 10**2, "thousand": 10**3, "million": 10**6,
                 "billion": 10**9, "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9,
                 "lakh": 10**5, "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
@@ -22,8 +21,7 @@ NO_UNIT = frozenset(
     "halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth "
     "tenths hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
     "none doubled tripled quadrupled halved bps to it percentage".split()
-)
-"""Words that say something else of the number than its unit."""
+)  # words that say something else of the number than its unit
 _IN = Fraction(254, 10000)
 _SIZES: dict[str, dict[str, Fraction | int]] = {
     "length": {
@@ -55,8 +53,7 @@ _UNITS = {
     for dimension, sizes in _SIZES.items()
     for names, size in sizes.items()
     for name in names.split()
-}
-"""The dimensions of each unit, and its size in the first unit of the dimension."""
+}  # the dimensions of each unit, and its size in the first unit of the dimension
 for _name, _size in (("mph", 63360 * _IN / 3600), ("kph", Fraction(1000, 3600)), ("kmh", Fraction(1000, 3600))):
     _UNITS[_name] = Counter({"length": 1, "time": -1}), _size
 for _name, _size in (("l liter litre", Fraction(1, 1000)), ("ml milliliter millilitre", Fraction(1, 10**6))):

@@ -160,11 +160,9 @@ def padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
 def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path | None, cfg: ScoreConfig) -> list[str]:
     """Scores the stored responses of the run's final evaluations, of every policy or one, and stores the scores in
     RUN/scores/ARM/NAME. Generates nothing, and keeps the scores of an earlier, killed command. Returns lines to print.
-
     model: a reward model's folder, or the URL of a vLLM server that serves one, whose config.json, tokenizer and (for
-    our models) reward_model.json are in the folder ``tokenizer``. Raises UserError for invalid input before it loads
-    a model.
-    """
+    our models) reward_model.json are in the folder ``tokenizer``. Raises UserError for invalid input before it loads a
+    model."""
     check_score_name(name)
     about, maker, cfg = _model(model, tokenizer, cfg)
     stored = open_run(run)

@@ -27,8 +27,6 @@ FirstWrong = Callable[[str, Path], int | None]  # the first wrong step of (quest
 
 @dataclass(frozen=True)
 class StepGroup:
-    """A right step of a question, and wrong ones."""
-
     problem_id: str
     question: str
     positive: Path
@@ -124,13 +122,11 @@ def labelled_paths(
     question: str, responses: Iterable[ScoredRollout], separator: str, first_wrong: FirstWrong | None
 ) -> tuple[list[Path], list[Path]]:
     """The distinct right paths of a question's responses, and the wrong ones, in the order of their first occurrence.
-
     The steps of correct responses are right. With ``first_wrong``, a response's first wrong step and all later ones are
     wrong: a path never becomes right again, whatever its last step says (otherwise the model would never see the last
     step of a wrong solution). Without it, all steps of a wrong response are wrong, unless a correct response has the
-    same path. The last step of a response that did not finish is dropped, as it may be cut; responses that could not be
-    verified are ignored.
-    """
+    same path. The last step of a response that did not finish is dropped, as it may be cut. Unverified responses are
+    ignored."""
     right: dict[Path, None] = {}
     wrong: dict[Path, None] = {}
     for response in responses:

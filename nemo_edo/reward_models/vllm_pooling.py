@@ -47,8 +47,6 @@ _ADDED = "model-score.safetensors"
 
 
 class VLLMPooling(VLLM):
-    """vLLM with a pooling model."""
-
     model_name: ClassVar[str] = "reward_model"
     takes_weights: ClassVar[bool] = False
 

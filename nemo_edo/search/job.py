@@ -232,12 +232,9 @@ class SearchRecord:
     answer: str | None
     well_formed: bool
     reason: str
-    finished: bool
-    """Whether the solution ended by itself; otherwise it was cut off, or is only the best leaf."""
-    ended: bool
-    """Whether the search ended with it as a solution, cut off or not; False for the best leaf."""
-    score: float
-    """The reward model's score of the solution's last step."""
+    finished: bool  # whether the solution ended by itself; otherwise it was cut off, or is only the best leaf
+    ended: bool  # whether the search ended with it as a solution, cut off or not; False for the best leaf
+    score: float  # the reward model's score of the solution's last step
     text: str
     response_tokens: int
     tokens: int

@@ -24,22 +24,16 @@ END, ANSWER, LENGTH = "end", "answer", "length"
 class Draft:
     problem_id: str
     prompt_ids: tuple[int, ...]
-    ids: tuple[int, ...] = ()
-    """Sampled so far, an end token included."""
+    ids: tuple[int, ...] = ()  # sampled so far, an end token included
     logprobs: tuple[float, ...] = ()
     text: str = ""
-    rest: str = ""
-    """What ``text`` has after its last separator."""
-    end: str | None = None
-    """Why the solution ended with it; None: it continues."""
+    rest: str = ""  # what ``text`` has after its last separator
+    end: str | None = None  # why the solution ended with it; None: it continues
     policy_version: int = 0
 
 
 class EngineStepProposer:
-    """Generates the next steps of all paths of a call together.
-
-    ``drafts`` grows with every step: make a new one for other questions.
-    """
+    """Generates the next steps of a call's paths together. ``drafts`` grows: make a new one for other questions."""
 
     def __init__(
         self,
@@ -63,8 +57,7 @@ class EngineStepProposer:
 
     def propose(self, paths: Sequence[StepPath], count: int, seeds: Sequence[int]) -> list[list[Step]]:
         """``count`` next steps for each path. One call of the engine, and another one for each further separator that
-        the policy puts where a step would begin. For equal steps after one path, the first one's tokens are kept.
-        """
+        the policy puts where a step would begin. For equal steps after one path, the first one's tokens are kept."""
         begun = [self.drafts[path, False] for path in paths]
         drafts = [draft for draft in begun for _ in range(count)]
         samples = [(seed, sample) for seed in seeds for sample in range(count)]

@@ -60,15 +60,11 @@ class PosteriorVariance:
         self.count = 0
 
     def observe(self, phi: Tensor | ArrayLike, target: Tensor | ArrayLike | None = None) -> None:
-        """Adds the embeddings phi, [D] or [N, D], with their observed rewards, a number or [N], where given.
-
-        Raises ValueError for another shape, values that are not finite or whose squares overflow, and if only some of
-        the observations have a target.
-        """
+        """Adds the embeddings phi, [D] or [N, D], with their observed rewards, a number or [N], where given. Raises
+        ValueError for another shape, values that are not finite or whose squares overflow, and if only some of the
+        observations have a target."""
         phi = torch.as_tensor(phi)
         phi_ND = self._rows(phi)
-        if len(phi_ND) == 0:
-            return
         if self._targets != (0 if target is None else self.count):
             raise ValueError(
                 f"target is {'missing' if target is None else 'given'}, but {self._targets} of the {self.count} "
@@ -86,11 +82,8 @@ class PosteriorVariance:
             self._targets += target is not None
 
     def variance(self, phi: Tensor | ArrayLike, *, include_noise: bool = True) -> Tensor:
-        """phi A^{-1} phi^T + noise_variance for [D] or [N, D]: scalar or [N], never below noise_variance.
-
-        Without the noise it is the variance of the expected reward phi w, at least 0.
-        Raises ValueError for another shape or values that are not finite.
-        """
+        """phi A^{-1} phi^T + noise_variance for [D] or [N, D]: scalar or [N], never below noise_variance. Without the
+        noise, the variance of the expected reward phi w. Raises ValueError for another shape or values not finite."""
         phi = torch.as_tensor(phi)
         whitened_ND = self._whiten(self._rows(phi))
         variance_N = whitened_ND.square().sum(dim=1) + (self.noise_variance if include_noise else 0.0)
@@ -98,9 +91,7 @@ class PosteriorVariance:
 
     def mean(self, phi: Tensor | ArrayLike) -> Tensor:
         """phi E[w] = phi A^{-1} Phi^T targets / noise_variance for [D] or [N, D]: scalar or [N]; 0 before any target.
-
-        Raises ValueError for another shape, values that are not finite, and after observations without targets.
-        """
+        Raises ValueError for another shape, values that are not finite, and after observations without targets."""
         if self._targets != self.count:
             raise ValueError(f"no mean: the {self.count} observations came without targets")
         phi = torch.as_tensor(phi)

@@ -77,11 +77,9 @@ class StepScorer(Protocol):
     """A process reward model with an embedding."""
 
     def score(self, paths: Sequence[StepPath]) -> list[StepScore]:
-        """One score for each path, in order, whatever shares the call; all embeddings have the same length D.
-
-        A path without steps asks for the question's own. Its embedding is the first observation; its reward is a
-        target of ``mean="linear"`` and otherwise plays no part.
-        """
+        """One score for each path, in order, whatever shares the call; all embeddings have the same length D. A path
+        without steps asks for the question's own: its embedding is the first observation, its reward only a target of
+        ``mean="linear"``."""
 
 
 @dataclass(frozen=True)
@@ -165,10 +163,8 @@ class SearchLLM:
 
     def search(self, questions: Sequence[str], seed: int) -> list[SearchResult]:
         """One result for each question, in order; it depends on the question's text and the seed, not on the others.
-
-        Memory: 8 D^2 bytes for each unfinished question, so pass many questions in chunks where D is large.
-        Raises ValueError, saying what was returned, for a proposer or scorer that does not keep to its contract.
-        """
+        Memory: 8 D^2 bytes for each unfinished question, so pass many questions in chunks where D is large. Raises
+        ValueError, saying what was returned, for a proposer or scorer that does not keep to its contract."""
         if isinstance(questions, str):
             raise ValueError(f"questions is the string {questions!r}, expected a sequence of strings")
         if len(questions) == 0:

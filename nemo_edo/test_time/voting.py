@@ -23,19 +23,15 @@ Equivalence = Callable[[Answer, Answer], bool]
 
 
 def majority_vote(answers: Sequence[Answer | None], *, equivalent: Equivalence | None = None) -> Answer | None:
-    """The most frequent answer, the first seen among equals; None if all abstain.
-
-    Answers must be hashable, unless ``equivalent`` compares them.
-    """
+    """The most frequent answer, the first seen among equals; None if all abstain. Answers must be hashable, unless
+    ``equivalent`` compares them."""
     winner, _ = max(vote_counts(answers, equivalent=equivalent), key=lambda item: item[1], default=(None, 0))
     return winner
 
 
 def vote_counts(answers: Sequence[Answer | None], *, equivalent: Equivalence | None = None) -> list[tuple[Answer, int]]:
     """(answer, votes) of each class, in order of first appearance; the votes add up to the answers that are not None.
-
-    Answers must be hashable, unless ``equivalent`` compares them.
-    """
+    Answers must be hashable, unless ``equivalent`` compares them."""
     return [(answer, len(members)) for answer, members in _classes(answers, equivalent)]
 
 
