@@ -28,8 +28,7 @@ TESTED = {
 
 @cache
 def warn_of_untested(package: str) -> None:
-    """Warns, once, where the installed version of a package is outside the tested range; a package that is not
-    installed, but on the path, has no version."""
+    """Warns, once, of an installed version outside the tested range; a package that is only on the path has none."""
     try:
         installed = version(package)
     except PackageNotFoundError:

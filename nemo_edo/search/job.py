@@ -45,8 +45,7 @@ MEASURED = ("finished", "tokens", "response_tokens", "score", "nodes", "samples"
 
 def search(opened: StoredRun, arm: str | None) -> list[str]:
     """Searches a run's test problems with the policy of an arm, and keeps the results in RUN/search/ARM/NAME, with
-    those of an earlier, killed command. Returns what there is to print. Raises UserError for whatever would stop it
-    later, before any weights are read."""
+    those of an earlier, killed command. Returns what there is to print. Raises UserError before weights are read."""
     cfg, folder = opened.cfg, opened.folder
     arms = list(arm_configs(cfg))
     own = [name for name in arms if name != REPLICATE]
@@ -195,8 +194,7 @@ def _search_part(
 def _conclude(
     cfg: RunConfig, folder: RunFolder, arm: str, store: SearchStore, records: Sequence[SearchRecord], seed: int
 ) -> list[str]:
-    """Writes the results, their means and, for a run that is finished, its report. Problems on whose answers a judge
-    abstained do not count in the accuracy."""
+    """Writes the results, their means and a finished run's report. The accuracy leaves out a judge's abstentions."""
     store.write(records)
     ones, with_verdict = np.ones(len(records)), np.array([float(record.has_verdict) for record in records])
     metrics = {
