@@ -33,8 +33,8 @@ def build_batch(
     """One row for each (prompt ids, response ids), right-padded to ``length`` (None: the longest sequence). The mask is
     1 at the R positions that predict a response's R tokens, the first of which is the prompt's last. logprobs: one per
     response token, of the batch's fields old_logprobs, ref_logprobs and sampler_logprobs."""
-    begins = torch.tensor([[len(prompt)] for prompt, _ in sequences])
-    ends = begins + torch.tensor([[len(response)] for _, response in sequences])
+    begins = torch.tensor([len(prompt) for prompt, _ in sequences])[:, None]
+    ends = begins + torch.tensor([len(response) for _, response in sequences])[:, None]
     column = torch.arange(int(ends.max()) if length is None else length)
     tokens = torch.full((len(sequences), len(column)), pad_id, dtype=torch.int64)
     tokens[column < ends] = _joined(chain.from_iterable(sequences), np.int64)

@@ -196,7 +196,8 @@ def _conclude(
 ) -> list[str]:
     """Writes the results, their means and a finished run's report. The accuracy leaves out a judge's abstentions."""
     store.write(records)
-    ones, with_verdict = np.ones(len(records)), np.array([float(record.has_verdict) for record in records])
+    ones = np.ones(len(records))
+    with_verdict = np.array([float(not record.reason.startswith(ABSTAINED)) for record in records])
     metrics = {
         "accuracy": (with_verdict * [record.reward for record in records], with_verdict),
         **{name: (np.array([float(getattr(record, name)) for record in records]), ones) for name in MEASURED},
@@ -239,10 +240,6 @@ class SearchRecord:
     nodes: int
     samples: int
     iterations: int
-
-    @property
-    def has_verdict(self) -> bool:
-        return not self.reason.startswith(ABSTAINED)
 
 
 _TYPES = {"str": pa.string(), "str | None": pa.string(), "bool": pa.bool_(), "int": pa.int64(), "float": pa.float64()}
