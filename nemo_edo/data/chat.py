@@ -110,7 +110,7 @@ def _text(template: Template, variables: Mapping[str, Any]) -> str:
 
 @cache
 def _compiled(template: str = "", now: datetime = datetime.min) -> tuple[Template, list[str]]:
-    """The template and the names of its variables, in a sandbox like ``transformers``' but with a clock that stands."""
+    """The template and the names of its variables, in a sandbox like ``transformers``' whose clock stands still."""
     from jinja2 import DictLoader, TemplateError, ext, meta, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -83,7 +83,7 @@ def _as_json(value: Any) -> str | None:
 def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a ``.json``, ``.parquet`` or JSON-lines file, or those of all such files below a folder, in the order
     of their names, numbers by value, without hidden ones (.ipynb_checkpoints). In a folder, a ``.json`` file that holds
-    one object is one row (MATH). Also those that ``Dataset.save_to_disk`` wrote. Raises ProblemFileError."""
+    one object is one row (MATH). Or what ``Dataset.save_to_disk`` wrote. Raises ProblemFileError for a bad file."""
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         yield from _numbered(path, _saved_rows(path))
     elif path.is_dir():

@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder, and the tokens that end a response, which up to three files name differently."""
+"""The tokenizer of a model's folder, and the tokens that end a response, which three files may name differently."""
 
 from __future__ import annotations
 

@@ -198,7 +198,8 @@ class Judge:
             if one.answer is not None and len(one.answer) <= LONGEST_ANSWER
         }  # fmt: skip
         listed, stopped = self._outcomes(list(asked.values()))
-        outcomes, rules = dict(zip(asked, listed, strict=True)), {}
+        outcomes: dict[int, bool | str] = dict(zip(asked, listed, strict=True))
+        rules: dict[int, str] = {}  # where the judge has a verdict and the rules could verify the answer
         if self._rules is not None:
             pairs = {
                 place: (one.problem.answer, one.answer) for place, one in asked.items()
