@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from collections.abc import Callable, Iterable
+from dataclasses import MISSING, dataclass, is_dataclass
+from functools import cache, partial
 from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 from nemo_edo.utils.import_path import is_import_path
 
-Rule = tuple[bool, str, str]  # (whether it is kept, the setting, what would be right)
+Rules = Iterable[tuple[bool, str, str]]  # (whether it is kept, the setting, what would be right) of each
 _OF_PASSWORDS = re.compile(r"(?<=://)[^\s'\",\]]*[@?#][^\s'\",\]]*")
 
 
@@ -70,6 +70,10 @@ def within(low: float, high: float, ends: str = "[]") -> Constraint:
     return Constraint(holds, f"a number in {ends[0]}{low:g}, {high:g}{ends[1]}")
 
 
+def matching(pattern: str, expected: str) -> Constraint:
+    return Constraint(re.compile(pattern).fullmatch, expected)
+
+
 def one_of(*allowed: str) -> Constraint:
     return Constraint(lambda value: value in allowed, "one of " + ", ".join(allowed))
 
@@ -85,12 +89,8 @@ NonNegative = Annotated[float, at_least(0)]
 NonNegativeInt = Annotated[int, at_least(0)]
 Share = Annotated[float, within(0, 1)]
 NotEmpty = Annotated[str, Constraint(bool, "a text")]
-FolderName = Annotated[
-    str,
-    Constraint(
-        _is_folder_name, "a folder name: on one line, without / and \\, no . at its beginning, at most 200 bytes"
-    ),
-]
+_FOLDER = "a folder name: on one line, without / and \\, no . at its beginning, at most 200 bytes"
+FolderName = Annotated[str, Constraint(_is_folder_name, _FOLDER)]
 """Shells, Slurm and people read it as it is."""
 OneLine = Annotated[str, Constraint(str.isprintable, "printable characters on one line")]
 """It becomes a line of a job's script."""
@@ -108,13 +108,8 @@ def _is_server_url(value: str) -> bool:
     return fits and not set("@?#") & set(value) and value.isprintable() and " " not in value
 
 
-ServerUrl = Annotated[
-    str,
-    Constraint(
-        _is_server_url,
-        "a URL such as http://node7:8000, without user, password, query and fragment; api_key_variable gives a key",
-    ),
-]
+_URL = "a URL such as http://node7:8000, without user, password, query and fragment; api_key_variable gives a key"
+ServerUrl = Annotated[str, Constraint(_is_server_url, _URL)]
 MAY_BE_INFINITE = Constraint(lambda value: not math.isnan(value), "a number")  # infinity switches a bound off
 _SHOWN = {"None": "null", "False": "false", "True": "true", "[]": "none", "{}": "none"}
 """Defaults as a user writes them."""
@@ -133,11 +128,11 @@ class Section:
             for fits, name, expected in vars(schema).get("rules", lambda _: ())(self):
                 require(fits, name, attrgetter(name)(self), expected)
 
-    def rules(self) -> Iterable[Rule]:
+    def rules(self) -> Rules:
         """What settings ask of each other."""
         return ()
 
-    def only_if(self, used: bool, otherwise: str, *names: str) -> Iterator[Rule]:
+    def only_if(self, used: bool, otherwise: str, *names: str) -> Rules:
         """Rules for settings that have their default unless they are ``used``. otherwise: why, after the default."""
         for name in () if used else names:
             parent, _, leaf = name.rpartition(".")
@@ -159,10 +154,7 @@ def setting_types(schema: type, prefix: str = "") -> dict[str, Any]:
     return types
 
 
-@cache
-def _types(schema: type) -> dict[str, Any]:
-    hints = get_type_hints(schema, include_extras=True)
-    return {field.name: hints[field.name] for field in fields(schema)}
+_types = cache(partial(get_type_hints, include_extras=True))
 
 
 def _expected(hint: Any, value: Any) -> str | None:

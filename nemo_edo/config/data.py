@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional
 
@@ -14,7 +13,7 @@ from nemo_edo.config.checks import (
     NonNegative,
     Positive,
     PositiveInt,
-    Rule,
+    Rules,
     Section,
     ServerUrl,
     Share,
@@ -103,7 +102,7 @@ class DataConfig(Section):
             self.chat_template = self.chat_template.lower()
         super().__post_init__()
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         is_text = self.chat_template == "false"
         yield from self.only_if(not is_text, "with data.chat_template=false", "chat_template_kwargs", "system_prompt")
         yield from self.only_if(self.source is not None, "without data.source", "source_args")
@@ -201,7 +200,7 @@ class JudgeConfig(Section):
     """Price of a million prompt tokens, in any currency; null: costs are not reported."""
     completion_price: Optional[NonNegative] = None  # Price of a million reply tokens.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         asks = "{reference}" in self.prompt and ("{answer}" in self.prompt or "{response}" in self.prompt)
         yield asks, "prompt", "a text with {reference}, and with {answer} or {response}"
         both = (self.prompt_price is None) == (self.completion_price is None)
@@ -242,13 +241,13 @@ class RewardsConfig(Section):
     success_at: float = 1.0
     """The lowest reward of a success, for accuracy, pass@k, votes, pairs and guards. Verifiers give 0 or 1."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         for name in ("url", "model"):
             known = self.verifier != "judge" or getattr(self.judge, name) is not None
             yield known, f"judge.{name}", "a value with rewards.verifier judge"
         yield from self.only_if(not self.functions, "with rewards.functions: give one of them", "function")
         for name, one in self.functions.items():
-            key = f"rewards.functions.{name}"
+            key = f"functions.{name}"
             require(is_import_path(one.path), f"{key}.path", one.path, IMPORT_PATH)
             require(abs(one.weight) <= 1e4, f"{key}.weight", one.weight, "a number from -1e4 to 1e4")
         is_custom = bool(self.by_function)

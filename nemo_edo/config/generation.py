@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Optional, Union
 
-from nemo_edo.config.checks import NonNegativeInt, Positive, PositiveInt, Rule, Section, ServerUrl, one_of, within
+from nemo_edo.config.checks import NonNegativeInt, Positive, PositiveInt, Rules, Section, ServerUrl, one_of, within
 
 IN_PROCESS = "megatron"
 AUTO = "auto"
@@ -64,7 +63,7 @@ class ServersConfig(Section):
     retry_after_limit_s: Positive = 60.0
     """The longest that a server which answers with Retry-After is left without requests."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         yield len(self.urls) == len({url.rstrip("/") for url in self.urls}), "urls", "each server once"
         own = "without urls: a run's own servers get a new key"
         yield from self.only_if(bool(self.urls), own, "api_key_variable")
@@ -95,7 +94,7 @@ class RefitConfig(Section):
     restarted with them, any other is left out."""
     limit_s: Positive = 600.0  # Seconds that a replica may take to load them.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         yield from self.only_if(self.transport != "nccl", "with generation.refit.transport nccl", "lora")
 
 
@@ -128,7 +127,7 @@ class GenerationConfig(Section):
     """For a mixture of experts, in process or with vLLM: keep the experts that the sampler's routers chose for each
     token, and send it to the same ones in the trainer's passes (the reference routes for itself)."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         rows, apart = self.max_batch_size, self.placement == "apart"
         yield rows == AUTO or (isinstance(rows, int) and rows > 0), "max_batch_size", f"a number above 0 or {AUTO}"
         one_process = f"with generation.backend {IN_PROCESS}: trainer and engine are one process, on the same weights"

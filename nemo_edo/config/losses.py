@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Optional
 
@@ -11,7 +10,7 @@ from nemo_edo.config.checks import (
     NonNegativeInt,
     Positive,
     PositiveInt,
-    Rule,
+    Rules,
     Section,
     Share,
     above,
@@ -56,7 +55,7 @@ class ExplorationConfig(Section):
             return self.exploration_coefficient
         return self.effective_alpha * self.beta
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         either = self.alpha is None or self.exploration_coefficient is None
         yield either, "alpha", "null with an exploration_coefficient, which replaces alpha * beta"
 
@@ -68,14 +67,11 @@ class GRPOLossConfig(ExplorationConfig):
     surrogate: Annotated[str, one_of("clip", "cispo", "reinforce")] = "clip"
     """clip: PPO's clipped ratio times advantage; cispo: every token's log-probability times its advantage and its
     ratio, a constant within the bounds; reinforce: log-probability times advantage, without ratio and clip."""
-    clip_low: float = 0.2
-    """The ratio's lower bound is 1 - clip_low (with cispo, 1: none)."""
-    clip_high: NonNegative = 0.2
-    """The ratio's upper bound is 1 + clip_high (DAPO: 0.28)."""
+    clip_low: float = 0.2  # The ratio's lower bound is 1 - clip_low (with cispo, 1: none).
+    clip_high: NonNegative = 0.2  # The ratio's upper bound is 1 + clip_high (DAPO: 0.28).
     dual_clip: Optional[Annotated[float, above(1)]] = None
     """For negative advantages the surrogate is at least dual_clip * A (a number above 1)."""
-    beta: NonNegative = 0.04
-    """Weight of the KL to the reference policy."""
+    beta: NonNegative = 0.04  # Weight of the KL to the reference policy.
     kl_estimator: Annotated[str, one_of(*KL_ESTIMATORS)] = "k3"
     """k1, k2 or k3: how the KL to the reference is estimated from sampled tokens; k1+ and k3+: with the gradient of k2
     (``losses.kl_per_token``)."""
@@ -86,8 +82,7 @@ class GRPOLossConfig(ExplorationConfig):
     aggregation: Annotated[str, one_of(*AGGREGATIONS)] = "seq-mean-token-mean"
     """How token values become one number, in every term of the loss: seq-mean-token-mean (the paper), token-mean
     (DAPO) or seq-mean-token-sum-norm (Dr.GRPO); see ``losses.reduce_tokens``."""
-    norm_length: Optional[int] = None
-    """The constant length of ``seq-mean-token-sum-norm`` (Dr.GRPO), required by it."""
+    norm_length: Optional[int] = None  # The constant length of ``seq-mean-token-sum-norm`` (Dr.GRPO), required by it.
     importance_sampling_level: Annotated[str, one_of("token", "sequence")] = "token"
     """token: a ratio for each token; sequence: one for each response, exp of its mean log-ratio (GSPO)."""
     sampler_correction: Annotated[str, one_of(*SAMPLER_CORRECTIONS)] = "none"
@@ -97,16 +92,12 @@ class GRPOLossConfig(ExplorationConfig):
     sampler_level: Annotated[str, one_of("token", "sequence")] = "token"
     """The ratio of tis and icepop. token: each token's own; sequence: the whole response's, the product of its tokens',
     as objectives by sequence (GSPO) need it."""
-    tis_cap: Positive = 2.0
-    """Upper bound on tis's weights pi_old / pi_gen."""
-    icepop_low: NonNegative = 0.5
-    """Lower bound on icepop's ratios pi_old / pi_gen."""
-    icepop_high: float = 5.0
-    """Upper bound on icepop's ratios pi_old / pi_gen."""
+    tis_cap: Positive = 2.0  # Upper bound on tis's weights pi_old / pi_gen.
+    icepop_low: NonNegative = 0.5  # Lower bound on icepop's ratios pi_old / pi_gen.
+    icepop_high: float = 5.0  # Upper bound on icepop's ratios pi_old / pi_gen.
     sequence_mask_low: NonNegative = 0.999
     """Lower bound of sequence-mask on the geometric mean of a response's ratios pi_old / pi_gen."""
-    sequence_mask_high: float = 1.002
-    """Its upper bound."""
+    sequence_mask_high: float = 1.002  # Its upper bound.
     exploration_control: Annotated[str, one_of("none", "noise")] = "none"
     """none: the exploration term itself. noise: the control that weights it by the detached ratio pi_theta / pi_old,
     so that its expected gradient is zero and only noise of the same size is left."""
@@ -120,12 +111,10 @@ class GRPOLossConfig(ExplorationConfig):
     """Share of the tokens that clip-cov or kl-cov select (kl-cov's authors take 2e-3 with their smaller model)."""
     clip_cov_low: float = 1.0
     """clip-cov selects at random among tokens with a covariance from here on, in nats times the advantage's unit."""
-    clip_cov_high: float = 5.0
-    """The upper bound of that covariance."""
-    kl_cov_coefficient: Positive = 1.0
-    """Weight of kl-cov's penalty |log pi_theta - log pi_old|."""
+    clip_cov_high: float = 5.0  # The upper bound of that covariance.
+    kl_cov_coefficient: Positive = 1.0  # Weight of kl-cov's penalty |log pi_theta - log pi_old|.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         open_below = self.surrogate == "cispo" and self.clip_low == 1
         yield 0 <= self.clip_low < 1 or open_below, "clip_low", "a number in [0, 1), or 1 with surrogate cispo"
         alone = f"with surrogate {self.surrogate}, which has no other"
@@ -143,16 +132,14 @@ class GRPOLossConfig(ExplorationConfig):
 class DPOLossConfig(ExplorationConfig):
     """The ED-iDPO objective (``losses.ed_idpo_loss``). ``alpha = 0`` is ETO."""
 
-    beta: Positive = 0.1
-    """Strength of the trust region: the implicit reward is beta * log(pi_theta / pi_ref)."""
-    preference_loss: Annotated[str, one_of("sigmoid", "ipo")] = "sigmoid"
-    """sigmoid (DPO) or ipo."""
+    beta: Positive = 0.1  # Strength of the trust region: the implicit reward is beta * log(pi_theta / pi_ref).
+    preference_loss: Annotated[str, one_of("sigmoid", "ipo")] = "sigmoid"  # sigmoid (DPO) or ipo.
     label_smoothing: Annotated[float, within(0, 0.5, "[)")] = 0.0
     """Assumed share of pairs with exchanged labels (conservative DPO); sigmoid only."""
     length_normalized: bool = False
     """Log-probabilities of sequences are means over their tokens, in both terms, instead of sums."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         is_dpo = self.preference_loss == "sigmoid"
         yield from self.only_if(is_dpo, "with preference_loss ipo, which has none", "label_smoothing")
 
@@ -165,30 +152,21 @@ class ScheduleConfig(Section):
     kind: Annotated[str, one_of("constant", "linear", "cosine", "warmup-hold-decay", *CONTROLLERS)] = "constant"
     """constant; linear, cosine or warmup-hold-decay in steps; entropy: a controller that raises the weight while the
     entropy is under a target; gradient-share: one that keeps the term's gradient norm at a share of the task's."""
-    steps: int = 0
-    """Optimizer steps that linear, cosine and warmup-hold-decay take in all; required by them."""
-    final_factor: NonNegative = 0.0
-    """The final weight, in units of the configured weight."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps in which warmup-hold-decay rises from 0."""
-    hold_steps: NonNegativeInt = 0
-    """Steps that it then stays at the configured weight."""
-    entropy_target: Optional[float] = None
-    """Nats. The entropy controller raises the weight below it."""
-    entropy_ceiling: Optional[float] = None
-    """Nats. It lowers the weight above this; null: above the target."""
+    steps: int = 0  # Optimizer steps that linear, cosine and warmup-hold-decay take in all; required by them.
+    final_factor: NonNegative = 0.0  # The final weight, in units of the configured weight.
+    warmup_steps: NonNegativeInt = 0  # Steps in which warmup-hold-decay rises from 0.
+    hold_steps: NonNegativeInt = 0  # Steps that it then stays at the configured weight.
+    entropy_target: Optional[float] = None  # Nats. The entropy controller raises the weight below it.
+    entropy_ceiling: Optional[float] = None  # Nats. It lowers the weight above this; null: above the target.
     rate: Annotated[float, within(0, 1, "(]")] = 0.1
     """A controller changes the weight by a factor from exp(-rate) to exp(rate) at a time."""
-    min_weight: Positive = 1e-8
-    """Lower bound of a controller's weight."""
-    max_weight: float = 1.0
-    """Upper bound of a controller's weight."""
+    min_weight: Positive = 1e-8  # Lower bound of a controller's weight.
+    max_weight: float = 1.0  # Upper bound of a controller's weight.
     gradient_share: Positive = 0.1
     """Norm of the weighted exploration gradient over that of the task gradient, which gradient-share maintains."""
-    every: PositiveInt = 10
-    """Steps between two measurements of the gradients."""
+    every: PositiveInt = 10  # Steps between two measurements of the gradients.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         in_steps = self.kind in ("linear", "cosine", "warmup-hold-decay")
         yield not in_steps or self.steps > 0, "steps", f"a number above 0 with kind {self.kind}"
         used = self.warmup_steps + self.hold_steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional
 
@@ -14,10 +13,11 @@ from nemo_edo.config.checks import (
     OneLine,
     Positive,
     PositiveInt,
-    Rule,
+    Rules,
     Section,
     Share,
     above,
+    matching,
     one_of,
     require,
 )
@@ -45,7 +45,7 @@ class PrecisionConfig(Section):
     bf16_layers_at_start: NonNegativeInt = 0  # Number of first layers that still compute in bf16.
     bf16_layers_at_end: NonNegativeInt = 0  # Number of last layers that still compute in bf16.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         fp8, delayed = self.fp8 is not None, self.fp8_recipe == "delayed"
         yield from self.only_if(fp8, "where precision.fp8 is null", "fp8_param_gather")
         yield not fp8 or self.dtype == "bf16", "dtype", f"bf16 with precision.fp8 {self.fp8}"
@@ -94,7 +94,7 @@ class ParallelismConfig(Section):
     """Share of the optimizer's state that is kept and updated in host memory. It needs
     use_distributed_optimizer, bf16, and a GPU with Transformer Engine."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         staged = self.pipeline_model_parallel_size > 1
         one_stage = "where pipeline_model_parallel_size is 1"
         yield from self.only_if(staged, one_stage, "virtual_pipeline_model_parallel_size")
@@ -139,18 +139,16 @@ class LoRAConfig(Section):
     """Must be 0: with dropout, log-probabilities of one policy would differ from pass to pass, and old and
     reference log-probabilities would be noise."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         yield bool(self.targets), "targets", f"some of {', '.join(TARGETS)}"
         yield self.dropout == 0, "dropout", "0: with dropout, old and reference log-probabilities would be noise"
 
 
-_TIME_LIMIT = re.compile(r"(\d+-)?\d{1,3}:\d\d(:\d\d)?|\d+(-\d+)?")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_VARIABLE = matching(r"[A-Za-z_][A-Za-z0-9_]*", "the name of a variable")
 _SECRET = re.compile(r"(?i)(^|_)(api_?key|key|token|secret|password|passwd|credentials?)($|_)")
 """Names of variables that hold keys; none of NCCL's or torch's is like these."""
 SlurmTime = Annotated[
-    str,
-    Constraint(lambda text: bool(_TIME_LIMIT.fullmatch(text)), "a time as Slurm writes it: MM, HH:MM:SS or D-HH:MM:SS"),
+    str, matching(r"(\d+-)?\d{1,3}:\d\d(:\d\d)?|\d+(-\d+)?", "a time as Slurm writes it: MM, HH:MM:SS or D-HH:MM:SS")
 ]
 
 
@@ -164,7 +162,7 @@ class ContainerConfig(Section):
     mounts: list[Annotated[str, Constraint(lambda mount: ":" in mount, "FROM:TO")]] = field(default_factory=list)
     """FROM:TO, in addition to the folders of the run and the snapshot, which keep their paths inside."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         yield (self.image is not None) == (self.kind != "none"), "image", "an image, or kind none"
 
 
@@ -190,7 +188,7 @@ class ClusterConfig(Section):
     container: ContainerConfig = field(default_factory=ContainerConfig)
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables of every task. They are written into the job's script: keys belong into ``secrets``."""
-    secrets: list[str] = field(default_factory=list)
+    secrets: list[Annotated[str, _VARIABLE]] = field(default_factory=list)
     """Names of variables, such as WANDB_API_KEY, that the job takes from ``secrets_file`` or from the shell that
     submits it. Their values are written nowhere."""
     secrets_file: Optional[str] = None
@@ -216,14 +214,12 @@ class ClusterConfig(Section):
     shared_folder: Optional[str] = None
     """The folder that the health check writes to from every node; null: the launch's folder."""
 
-    def rules(self) -> Iterable[Rule]:
+    def rules(self) -> Rules:
         for key, value in self.options.items():
             fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and str(value).isprintable()
-            require(fits, "cluster.options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
-        known = {"environment": self.environment, "secrets": self.secrets}
-        for setting, name in ((setting, name) for setting, names in known.items() for name in names):
-            require(_VARIABLE.fullmatch(name) is not None, f"cluster.{setting}", name, "the name of a variable")
+            require(fits, "options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
         for name in self.environment:
+            require(bool(_VARIABLE.holds(name)), "environment", name, _VARIABLE.expected)
             expected = "no key, which files of the job would hold; name it in cluster.secrets"
-            require(_SECRET.search(name) is None, "cluster.environment", name, expected)
+            require(_SECRET.search(name) is None, "environment", name, expected)
         return ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional
 
@@ -13,7 +12,7 @@ from nemo_edo.config.checks import (
     NotEmpty,
     Positive,
     PositiveInt,
-    Rule,
+    Rules,
     Section,
     one_of,
     within,
@@ -77,7 +76,7 @@ class RewardTrainConfig(Section):
     evaluate_every: NonNegativeInt = 250  # Steps between two validations; 0: only at the beginning and the end.
     checkpoint_every: PositiveInt = 250  # Steps between two checkpoints, which a killed training resumes from.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         yield self.weighting == "softmax" or self.l2 > 0, "l2", "a number above 0 with train.weighting uniform"
         divides = self.micro_batch_size is None or self.batch_size % self.micro_batch_size == 0
         yield divides, "micro_batch_size", f"null or a divisor of train.batch_size = {self.batch_size}"
@@ -98,7 +97,7 @@ class RewardModelRunConfig(Section):
     train: RewardTrainConfig = field(default_factory=RewardTrainConfig)
     bootstrap: PositiveInt = 2000  # Resamples of the questions for the 95 % intervals.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         either = (self.model.path is None) != (self.model.architecture is None)
         yield either, "model.path", "a folder, or null and a model.architecture: give one of them"
         yield self.data.run is not None, "data.run", "the folder of a run that has stored responses"
@@ -123,7 +122,7 @@ class ScoreConfig(Section):
     serve: bool = False  # Start vLLM servers with the model (``servers``) in place of computing in process.
     servers: ServersConfig = field(default_factory=ServersConfig)
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         yield from self.only_if(not self.serve, "with serve: it starts its own servers", "servers.urls")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional
 
@@ -12,8 +12,9 @@ from nemo_edo.config.checks import (
     NonNegativeInt,
     Positive,
     PositiveInt,
-    Rule,
+    Rules,
     Section,
+    SettingError,
     at_least,
     one_of,
     require,
@@ -58,7 +59,7 @@ class ModelConfig(Section):
     refuse one that differs by more than rounding. A model that has no room on this machine is compared by its first
     and last layers."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         typed = self.architecture is None or "model_type" in self.architecture
         yield typed, "architecture", "fields with a model_type, for example qwen2"
 
@@ -134,7 +135,7 @@ class ProfileConfig(Section):
     """[2,4]: each arm's optimizer steps 2 and 3 (the first is 0), with what is between them, are traced by torch's
     profiler into profile/ARM.json.gz; on a GPU they are an NVTX range as well. null: no trace."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         steps = self.steps
         fits = steps is None or (len(steps) == 2 and 0 <= steps[0] < steps[1])
         yield fits, "steps", "null or [FIRST, LAST] with 0 <= FIRST < LAST"
@@ -164,7 +165,7 @@ class EvaluationConfig(Section):
     vote_subsets: PositiveInt = 256
     """Subsets of k stored responses that a vote's expectation is estimated from, at least, for each problem and k."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         shown = {f"{temperature:g}" for temperature in self.temperature}
         fits = bool(shown) and min(self.temperature) > 0 and len(shown) == len(self.temperature)
         yield fits, "temperature", "different numbers above 0, for example [1.0,0.6]"
@@ -227,7 +228,7 @@ class RunConfig(Section):
     exp_manager: dict[str, Any] = field(default_factory=lambda: {"create_tensorboard_logger": True})
     """Passed on to NeMo's exp_manager (TensorBoard, W&B, MLflow)."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         given = self.model.path is not None or self.model.architecture is not None
         yield given, "model.path", "a folder, or null and a model.architecture: give at least one of them"
         alone = f"none with algorithm {self.algorithm} (take them out with '~arms')"
@@ -273,17 +274,17 @@ class RunConfig(Section):
 
     def check_arm(self, training: ArmConfig, section: str) -> None:
         """Raises ValueError where an arm would train on responses of an earlier policy as if they were its own."""
-        generation = self.generation
-        if not generation.one_step_off and generation.stale != "correct":
+        ahead = self.generation.one_step_off
+        if not ahead and self.generation.stale != "correct":
             return  # only the policy's own responses are trained on
-        stale = "generation.one_step_off" if generation.one_step_off else "generation.stale=correct"
-        is_idpo = isinstance(training, IDPOConfig)
-        correction = None if is_idpo else training.sampler_correction
-        algorithm = "algorithm" if section in ALGORITHMS else f"{section}.algorithm"
-        require(not is_idpo, algorithm, "idpo", f"grpo with {stale}: iterative DPO has no importance correction")
+        stale = "generation.one_step_off" if ahead else "generation.stale=correct"
+        if isinstance(training, IDPOConfig):
+            algorithm = "algorithm" if section in ALGORITHMS else f"{section}.algorithm"
+            raise SettingError(algorithm, "idpo", f"grpo with {stale}: iterative DPO has no importance correction")
+        correction = training.sampler_correction
         require(correction != "none", f"{section}.sampler_correction", correction, f"a correction with {stale}")
-        ahead = generation.one_step_off and self.train.rollouts is not None
-        require(not ahead, "generation.one_step_off", True, "false with train.rollouts: nothing is generated")
+        generates = self.train.rollouts is None or not ahead
+        require(generates, "generation.one_step_off", True, "false with train.rollouts: nothing is generated")
 
     def check_training(self, training: SFTConfig | GRPOConfig | IDPOConfig, section: str) -> None:
         """Raises ValueError where a section that trains, or an arm made from it, does not fit the rest of the run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Optional, Union
 
@@ -13,7 +12,7 @@ from nemo_edo.config.checks import (
     NonNegativeInt,
     Positive,
     PositiveInt,
-    Rule,
+    Rules,
     Section,
     Share,
     above,
@@ -39,7 +38,7 @@ class OptimizerConfig(Section):
     adam_eps: Positive = 1e-8  # Added to the denominator of the step.
     clip_grad: NonNegative = 1.0  # Global gradient norm; 0 switches clipping off.
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         yield 0 <= self.min_lr <= self.lr, "min_lr", f"a number in [0, lr = {self.lr}]"
 
 
@@ -57,7 +56,7 @@ class MicroBatchConfig(Section):
     share_prompts: bool = False
     """With packing: the responses to one prompt in a forward pass share it, and its tokens are computed once."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         bounded = self.micro_batch_tokens is not None or not self.packing
         yield bounded, "packing", "false, or a number of micro_batch_tokens to a pack"
         yield from self.only_if(self.packing, "without packing: prompts are shared within packs", "share_prompts")
@@ -105,7 +104,7 @@ class LoopConfig(MicroBatchConfig):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         schedule, weight = self.schedule, self.exploration_weight  # type: ignore[attr-defined]  # of both kinds
         low, high = schedule.min_weight, schedule.max_weight
         starts = schedule.kind not in CONTROLLERS or low <= weight <= high
@@ -161,7 +160,7 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     """An epoch shuffles prompts, and the responses to one stay in one minibatch, as far as it has room, so that
     share_prompts saves most. False: it shuffles responses."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         trusts = self.sampler_correction == "none" or self.old_logprobs != "sampler"
         nothing = "none with old_logprobs=sampler, which leaves nothing to correct"
         yield trusts, "sampler_correction", nothing
@@ -197,7 +196,7 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
     minibatch_size: PositiveInt = 64
     """Prompts of one optimizer step, over all data-parallel ranks: all their pairs and samples."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         even = self.micro_batch_size % 2 == 0
         yield even, "micro_batch_size", "an even number: a pair is two responses of one pass"
         samples = self.exploration_samples
@@ -220,7 +219,7 @@ class BoundsConfig(Section):
     action: Annotated[str, one_of("warn", "stop")] = "warn"
     """warn: log it and continue; stop: save a checkpoint and end the run."""
 
-    def rules(self) -> Iterator[Rule]:
+    def rules(self) -> Rules:
         apart = self.floor is None or self.ceiling is None or self.floor < self.ceiling
         yield apart, "floor", f"null or a number below the ceiling = {self.ceiling}"
 
