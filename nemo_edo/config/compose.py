@@ -33,9 +33,8 @@ Job = RunConfig | RewardModelRunConfig | ScoreConfig
 
 def compose_run(config_name: str, overrides: list[str], config_dir: str | Path | None = None) -> RunConfig:
     """The checked configuration of a run. ``config_name`` names a file of ``config_dir`` (``None``: the shipped
-    ``conf/``) without its ``.yaml``, such as ``quickstart`` or ``experiment/main/gsm8k_llama3_grpo``; ``overrides`` are
-    in Hydra's syntax. A config or group that ``config_dir`` lacks comes from the shipped ``conf/``. Raises
-    ``ConfigError``."""
+    ``conf/``) without its ``.yaml``, such as ``experiment/main/gsm8k_llama3_grpo``; ``overrides`` are in Hydra's
+    syntax. A config or group that ``config_dir`` lacks comes from the shipped ``conf/``. Raises ``ConfigError``."""
     return require_run(compose_job(config_name, overrides, config_dir), config_name)
 
 
@@ -102,8 +101,7 @@ def arm_configs(
 ) -> dict[str, ArmConfig]:
     """The settings of each arm by name: the section of its algorithm with the arm's differences; without arms, one
     ``policy``, and none where supervised training is all, or nothing is trained. ``replicate_baseline`` adds one.
-    place: says where a key was set. Raises ``ConfigError`` for an unknown key or a bad value of an arm (``compose_run``
-    has checked that already)."""
+    place: says where a key was set. Raises ``ConfigError`` for an unknown key or a bad value of an arm."""
     if not cfg.has_arms:
         return {}
     arms = {} if cfg.arms else {"policy": getattr(cfg, cfg.algorithm)}
@@ -123,18 +121,14 @@ def arm_configs(
             raise ConfigError(f"{error} ({place(error.key)})") from error
     if cfg.replicate_baseline:
         if REPLICATE in arms:
-            raise ConfigError(
-                f"arms.{REPLICATE} ({place(f'arms.{REPLICATE}')}) is the name of the arm that replicate_baseline adds; "
-                "choose another name"
-            )
+            added = "is the name of the arm that replicate_baseline adds; choose another name"
+            raise ConfigError(f"arms.{REPLICATE} ({place(f'arms.{REPLICATE}')}) {added}")
         arms[REPLICATE] = arms[baseline_arm(arms)]
     return arms
 
 
-@cache
-def _structured(schema: type) -> DictConfig:
-    """A schema's types and defaults, which OmegaConf takes a tenth of a second to read; ``merge`` copies them."""
-    return OmegaConf.structured(schema)
+_structured = cache(OmegaConf.structured)
+"""A schema's types and defaults, which OmegaConf takes a tenth of a second to read; ``merge`` copies them."""
 
 
 def _merged(schema: DictConfig, values: DictConfig, prefix: str, place: Callable[[str], str]) -> DictConfig:

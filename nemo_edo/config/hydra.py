@@ -211,8 +211,7 @@ def _failed_composition(error: Exception, overrides: list[str], folders: list[Pa
 
 
 def search_order(config_name: str, own: Path, shipped: Path) -> list[Path]:
-    """Both folders, the one with the config first. Raises ConfigError where none has it, or a shipped one hides a
-    file."""
+    """Both folders, the one with the config first. Raises ConfigError where none has it, or one hides a file."""
     if not own.is_dir():
         raise ConfigError(f"no config named {config_name}: {_shown(own)} is not a folder")
     if (own / f"{config_name}.yaml").is_file():
