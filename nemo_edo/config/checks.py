@@ -71,7 +71,7 @@ def within(low: float, high: float, ends: str = "[]") -> Constraint:
 
 
 def matching(pattern: str, expected: str) -> Constraint:
-    return Constraint(re.compile(pattern).fullmatch, expected)
+    return Constraint(lambda text: re.fullmatch(pattern, text) is not None, expected)
 
 
 def one_of(*allowed: str) -> Constraint:

@@ -219,7 +219,7 @@ class ClusterConfig(Section):
             fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and str(value).isprintable()
             require(fits, "options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
         for name in self.environment:
-            require(bool(_VARIABLE.holds(name)), "environment", name, _VARIABLE.expected)
+            require(_VARIABLE.holds(name), "environment", name, _VARIABLE.expected)
             expected = "no key, which files of the job would hold; name it in cluster.secrets"
             require(_SECRET.search(name) is None, "environment", name, expected)
         return ()
