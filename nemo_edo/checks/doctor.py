@@ -43,11 +43,9 @@ ASSUMED_PROBLEMS = 1000  # of an iteration over the whole training set, in estim
 def diagnose(
     config_name: str | None, overrides: list[str], config_path: str | None, *, count: int | None, memory: int | None
 ) -> tuple[str, bool]:
-    """The text for a terminal, and whether nothing was found that keeps the run from starting.
-
-    config_name None: about the machine only. count, memory: GPUs (of all nodes together) and bytes of each, for
-    hypothetical GPUs. Raises ConfigError for a config that does not compose.
-    """
+    """The text for a terminal, and whether nothing was found that keeps the run from starting. config_name None: about
+    the machine only. count, memory: GPUs (of all nodes together) and bytes of each, for hypothetical GPUs. Raises
+    ConfigError for a config that does not compose."""
     composed = None if config_name is None else compose_incomplete(config_name, overrides, config_path)
     here = machine.Machine.alone()
     findings = [(check.name, check.run(here)) for check in CHECKS if DOCTOR in check.runs_in]
@@ -112,16 +110,10 @@ class Case:
     train: float  # the number of training problems; infinite where it is not known
     known: dict[str, object]  # facts of the device and the problems, as ``workloads`` takes them
     cfg: RunConfig  # ``given`` with numbers in place of what it leaves open
-    loads: dict[str, memory.Workload]
     warnings: list[str]  # of the prompts and the model
-
-    @property
-    def fullest(self) -> tuple[str, list[memory.Memory]]:
-        return memory.largest(self.loads)
-
-    @property
-    def load(self) -> memory.Workload:
-        return self.loads[self.fullest[0]]
+    training: str  # the one whose fullest GPU needs most
+    load: memory.Workload  # its
+    stages: list[memory.Memory]  # of a GPU of each of its pipeline stages
 
     @property
     def only_served(self) -> bool:
@@ -137,17 +129,17 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
             folder = find_model(cfg.model.path, download=False)
             cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
         # Where the devices are others than this machine's, so may be the folder's weights.
-        if (folder := Path(cfg.model.path)).joinpath("config.json").is_file():
-            if devices.here or weight_files(folder):
-                from nemo_edo.run import inputs
+        folder, has_bridge = Path(cfg.model.path), installed(WITHOUT_DEPENDENCIES)
+        served = cfg.algorithm == NONE and cfg.generation.is_served
+        at_hand = (folder / "config.json").is_file() and (devices.here or weight_files(folder))
+        if at_hand and (served or has_bridge):
+            from nemo_edo.run import inputs
 
-                served = cfg.algorithm == NONE and cfg.generation.is_served
-                if not served and installed(WITHOUT_DEPENDENCIES):
-                    from nemo_edo.megatron import platform
+            if not served:
+                from nemo_edo.megatron import platform
 
-                    platform.enter()
-                if served or installed(WITHOUT_DEPENDENCIES):
-                    inputs.check_model(cfg)
+                platform.enter()
+            inputs.check_model(cfg)
     shape = memory.model_shape(cfg)
     node = min(devices.count, advice.GPUS_OF_A_NODE)
     given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
@@ -169,7 +161,8 @@ def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
         rows = memory.counted_rows(cfg)
         cfg = memory.with_rows_that_fit(cfg, shape, devices.count, devices.bytes, rows=rows, **known)
     loads = memory.workloads(cfg, shape, devices.count, **known)
-    return Case(given, devices, shape, longest, train, known, cfg, loads, warnings)
+    training, stages = memory.largest(loads)
+    return Case(given, devices, shape, longest, train, known, cfg, warnings, training, loads[training], stages)
 
 
 # --- the model and its memory -----------------------------------------------------------------------------------------
@@ -208,7 +201,7 @@ def _memory_table(case: Case) -> str:
     """GB (10^9 bytes) of a GPU of each pipeline stage; of many stages, the first and the last ones."""
     if case.only_served:
         return "nothing is trained: only servers load it"
-    load, (training, stages) = case.load, case.fullest
+    load, stages = case.load, case.stages
     half, places = SHOWN_STAGES // 2, list(range(len(stages)))
     shown = places if len(places) <= SHOWN_STAGES else [*places[:half], *places[-half:]]
     rows = [dict(stages[place].items()) for place in shown]
@@ -216,13 +209,13 @@ def _memory_table(case: Case) -> str:
     table |= {name: [_gb(row[name]) for row in rows] for name in rows[0]}
     table |= {"at its highest": [_gb(stages[place].total) for place in shown], "there are": [_gb(case.devices.bytes)]}
     micro_batches = f", with micro-batches of {load.tokens:,} tokens at most" if load.trains else ""
-    lines = [f"{training}{micro_batches}", ""]
+    lines = [f"{case.training}{micro_batches}", ""]
     lines += [f"{name:16}" + "".join(f"{cell:>10}" for cell in cells) for name, cells in table.items()]
     return "\n".join([*lines, ""])
 
 
 def fits(case: Case) -> str:
-    highest, there = max(stage.total for stage in case.fullest[1]), case.devices.bytes
+    highest, there = max(stage.total for stage in case.stages), case.devices.bytes
     if highest <= there or case.only_served:
         return ""
     changes, needed = advice.advise(case.cfg, case.shape, case.devices.count, there, **case.known)
@@ -239,7 +232,7 @@ def host_memory(case: Case) -> str:
     weights and its share of the optimizer's state."""
     if case.devices.cpu or case.only_served:
         return ""
-    stage = max(case.fullest[1], key=lambda stage: stage.host + stage.checkpoint)
+    stage = max(case.stages, key=lambda stage: stage.host + stage.checkpoint)
     processes, there = min(case.devices.count, advice.GPUS_OF_A_NODE), total_bytes()
     need = processes * (stage.host + stage.checkpoint)
     said = (
@@ -361,8 +354,7 @@ def end_tokens(case: Case) -> str:
 
 
 def disk(case: Case) -> str:
-    """The run's rollouts at most; the start, each arm's last and best policies, and the checkpoints with optimizer
-    state of the arm in training."""
+    """Rollouts at most; the start, each arm's last and best policies, and checkpoints of the arm in training."""
     cfg = case.cfg
     arms = [training for training in memory.trainings(cfg).values() if isinstance(training, LoopConfig)]
     rollouts, unknown = 0, bool(arms) and math.isinf(case.train)

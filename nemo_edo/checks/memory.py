@@ -118,8 +118,7 @@ class Memory:
 
 
 def stage_memory(load: Workload, stage: int) -> Memory:
-    """Memory of a GPU on pipeline stage ``stage``, counted from 0; its tensor- and data-parallel neighbours are
-    alike."""
+    """Memory of a GPU on a pipeline stage, counted from 0; its tensor- and data-parallel neighbours are alike."""
     shape, splits, number = load.shape, load.parallelism, load.bytes_per_number
     tensor, first, last = splits.tensor_model_parallel_size, stage == 0, stage == load.stages - 1
 
@@ -140,8 +139,7 @@ def stage_memory(load: Workload, stage: int) -> Memory:
     weights = number * (parameters + adapters) + 2 * in_fp8
     weights -= number * in_fp8 if load.precision.fp8_param_gather else 0
 
-    # Adam's two moments and, with bf16, the fp32 weights; the distributed optimizer splits them over the ranks that
-    # have the same weights.
+    # Adam's two moments and, with bf16, the fp32 weights; a distributed optimizer splits them over ranks of the same.
     stepped = trained
     if splits.use_distributed_optimizer:
         of_experts = 0 if load.lora.rank else experts
@@ -184,11 +182,6 @@ def stage_memory(load: Workload, stage: int) -> Memory:
     )
     overhead = CPU_OVERHEAD if load.cpu else OVERHEAD
     return replace(memory, overhead=overhead + round(FRAGMENTATION * memory.total))
-
-
-def all_stages(load: Workload) -> list[Memory]:
-    """Memory of a GPU of each pipeline stage."""
-    return [stage_memory(load, stage) for stage in range(load.stages)]
 
 
 def activation_bytes(load: Workload, stage: int) -> int:
@@ -237,8 +230,7 @@ def layer_activation_bytes(load: Workload) -> int:
 
 
 def kept_of_layers(load: Workload) -> int:
-    """Activations of a stage's layers and one micro-batch, with recomputation: of recomputed layers, the input of each
-    group."""
+    """Activations of a stage's layers and one micro-batch: of recomputed layers, the input of each group."""
     splits, tokens = load.parallelism, load.tokens // load.parallelism.context_parallel_size
     if splits.recompute_granularity != "full":
         modules = splits.recompute_modules if splits.recompute_granularity == "selective" else ()
@@ -255,8 +247,7 @@ def kept_of_layers(load: Workload) -> int:
 
 def loss_layer_bytes(load: Workload) -> int:
     """Bytes on the last stage: logits and their gradients; Megatron makes fp32 ones of bf16 ones, which are kept as
-    well. Fused: a block of logits, and the hidden states and the gradients of these (fp32) and of the output
-    weights."""
+    well. Fused: a block of logits, the hidden states, and the gradients of these (fp32) and of the output weights."""
     tokens = load.tokens // load.parallelism.context_parallel_size
     columns = load.shape.vocab_size // load.parallelism.tensor_model_parallel_size
     if load.fused_loss:
@@ -271,10 +262,8 @@ def loss_layer_bytes(load: Workload) -> int:
 
 
 def model_shape(cfg: RunConfig) -> ModelShape:
-    """The sizes in the model's folder if it is on this machine, otherwise those of model.architecture.
-
-    Raises UserError where neither tells the sizes, or the two contradict each other.
-    """
+    """The sizes in the model's folder if it is on this machine, otherwise those of model.architecture. Raises UserError
+    where neither tells the sizes, or the two contradict each other."""
     expected, config_file = cfg.model.architecture, Path(cfg.model.path or "") / "config.json"
     if cfg.model.path is not None and config_file.is_file():
         found = read_fields(config_file.parent)
@@ -301,8 +290,7 @@ def workloads(
     cfg: RunConfig, shape: ModelShape, gpus: int, *, cpu: bool = False, tested: float = math.inf
 ) -> dict[str, Workload]:
     """The workload of each training by its name, or of ``EVALUATION`` if nothing is trained. gpus: of all nodes
-    together, or processes on a CPU; a multiple of the model's ranks. tested: number of test problems, as far as it is
-    known."""
+    together, or processes on a CPU; a multiple of the model's ranks. tested: number of test problems, if known."""
     from nemo_edo.data.shares import COPIES  # it imports torch
 
     ranks = gpus // cfg.parallelism.model_ranks
@@ -356,7 +344,7 @@ def with_rows_that_fit(cfg: RunConfig, shape: ModelShape, gpus: int, limit: int,
 
     def is_too_many(number: int) -> bool:
         loads = workloads(with_rows(number), shape, gpus, **known).values()
-        return any(memory.generating > limit for load in loads for memory in all_stages(load))
+        return any(stage_memory(load, stage).generating > limit for load in loads for stage in range(load.stages))
 
     return with_rows(max(1, bisect.bisect_left(range(1, rows + 1), True, key=is_too_many)))
 
@@ -365,11 +353,8 @@ def for_estimate(
     cfg: RunConfig, data_parallel: int, *, longest: int | None = None, train: float = math.inf, test: float = math.inf
 ) -> RunConfig:
     """The config with what is decoded at a time at most in place of ``generation.max_batch_size``, as a rank may have
-    fewer responses to generate than that, and with a number for ``model.seq_length``.
-
-    longest: tokens of the longest sequence; None: an assumption. train, test: numbers of problems; infinite where they
-    are not known.
-    """
+    fewer responses to generate than that, and with a number for ``model.seq_length``. longest: tokens of the longest
+    sequence; None: an assumption. train, test: numbers of problems; infinite where they are not known."""
     asked = [test * cfg.evaluation.samples * cfg.evaluation.rollouts]
     for training in trainings(cfg).values():
         if isinstance(training, LoopConfig):
@@ -401,7 +386,7 @@ def micro_batch_tokens(cfg: RunConfig, training: SFTConfig | ArmConfig) -> int:
 
 def largest(loads: dict[str, Workload]) -> tuple[str, list[Memory]]:
     """The training whose fullest GPU needs most, and the memory of a GPU of each pipeline stage in it."""
-    memories = {name: all_stages(load) for name, load in loads.items()}
+    memories = {name: [stage_memory(load, stage) for stage in range(load.stages)] for name, load in loads.items()}
     name = max(memories, key=lambda name: max(memory.total for memory in memories[name]))
     return name, memories[name]
 
@@ -412,8 +397,7 @@ def fullest(cfg: RunConfig, shape: ModelShape, gpus: int, **known) -> Memory:
 
 
 def check_possible(cfg: RunConfig, shape: ModelShape, gpus: int) -> None:
-    """Raises UserError for splits that do not divide the model or the number of GPUs, and for adapters that the model
-    cannot have."""
+    """Raises UserError for splits that do not divide the model or the GPUs, and for adapters that it cannot have."""
     check_world(cfg.parallelism, gpus)
     check_splits(shape, cfg.parallelism, shape.vocab_size)
     check_adapters(cfg.lora, shape, cfg.parallelism.tensor_model_parallel_size)
