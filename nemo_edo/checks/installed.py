@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 import nemo_edo
 
 TRAINER, BRIDGE = "trainer", "bridge"
-TRAINER_PYTHONS = ((3, 12),)
+TRAINER_PYTHON = (3, 12)
 WITHOUT_DEPENDENCIES = "megatron-bridge"  # its declared dependencies need a GPU machine's compilers
 ABOUT = ("torch", "megatron-core", WITHOUT_DEPENDENCIES, "nemo-toolkit", "transformers")
 """Packages whose versions every report of a machine has."""
@@ -32,17 +32,16 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], **{name: installed(name) or "absent" for name in ABOUT}}
 
 
-def requirements(distribution: str = "nemo-edo") -> list[str]:
+def requirements() -> list[str]:
     """The package's declared requirements; none where it runs from its sources without having been installed."""
     try:
-        return requires(distribution) or []
+        return requires("nemo-edo") or []
     except PackageNotFoundError:
         return []
 
 
 def missing() -> dict[str, list[str]]:
-    """The requirements that are not installed in any version, by extra of the package (pyproject.toml), the trainer
-    first; those without an extra are under ""."""
+    """The requirements that are not installed in any version, by extra, the trainer first; "": those without one."""
     found: dict[str, list[str]] = {"": [], TRAINER: [], BRIDGE: []}
     for line in requirements():
         need, _, marker = (part.strip() for part in line.partition(";"))
@@ -72,8 +71,7 @@ def _remedy(extra: str, needs: list[str]) -> str:
 
 
 def _on_its_python() -> str:
-    pythons = " or ".join(".".join(map(str, python)) for python in TRAINER_PYTHONS)
-    return "" if sys.version_info[:2] in TRAINER_PYTHONS else f" on Python {pythons}"
+    return "" if sys.version_info[:2] == TRAINER_PYTHON else f" on Python {'.'.join(map(str, TRAINER_PYTHON))}"
 
 
 def what_trainer_lacks() -> str | None:

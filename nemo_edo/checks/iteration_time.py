@@ -99,11 +99,8 @@ def matrix_parameters(shape: ModelShape) -> int:
 
 def generation_seconds(plan: Iteration) -> float:
     """Time to read the prompts and generate all responses, on replicas that share them evenly; infinite where not even
-    one response has room.
-
-    A step of decoding reads the weights once, and every running response's keys and values. All start together if the
-    cache has room for them, otherwise in turns; the longest response decides when a turn ends.
-    """
+    one response has room. A step of decoding reads the weights once, and every running response's keys and values. All
+    start together if the cache has room, otherwise in turns; the longest response decides when a turn ends."""
     size, shape, number = plan.server_tensor_parallel, plan.shape, 1 if plan.fp8 else 2
     cached = 2 * shape.num_layers * shape.key_width * number  # a token's keys and values in all layers
     weights = shape.parameters * number

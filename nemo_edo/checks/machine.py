@@ -69,10 +69,7 @@ def impossible(why: str) -> Finding:
 
 
 def together(of_ranks: Mapping[int, Finding | None], named: Callable[[int], str]) -> Finding:
-    """One finding for all ranks: what failed ranks say, otherwise the first rank's. None: the rank did not answer.
-
-    named: gives a rank's name.
-    """
+    """One finding for all ranks: what failed ranks say, otherwise the first rank's. None: the rank did not answer."""
     answers = {rank: finding or failed("has stopped answering") for rank, finding in of_ranks.items()}
     faults = {rank: finding for rank, finding in answers.items() if finding.status == FAIL}
     if not faults:
@@ -205,11 +202,9 @@ class Machine:
             time.sleep(0.05)
 
     def run(self, call: Callable[..., Any], *arguments: Any, world: bool = False, limit_s: float = LIMIT_S) -> Any:
-        """Returns what ``call(*arguments)`` returns in a new process of this rank, with its output in a log.
-
-        world: whether the processes of all ranks, each of which calls this, are one torch.distributed world; otherwise
-        the process is alone. Raises CheckError where the process fails, or does not end within the limit.
-        """
+        """Returns what ``call(*arguments)`` returns in a new process of this rank, with its output in a log. world:
+        whether the processes of all ranks, each of which calls this, are one torch.distributed world; otherwise the
+        process is alone. Raises CheckError where the process fails, or does not end within the limit."""
         environment: dict[str, str | None] = dict.fromkeys(OF_TORCHRUN)
         if world and self.store is not None:  # with another store: torchrun's has the previous check's addresses
             with socket.socket() as listening:
@@ -268,8 +263,7 @@ def _child(
 
 
 def forks_use_gpus() -> bool:
-    """Whether a fork of this process can use the GPU after everything is imported: not where an import has asked the
-    driver for it."""
+    """Whether a fork of this process can use the GPU: not where an import has asked the driver for it."""
     import torch
 
     import nemo_edo.models  # noqa: F401

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 
 
 def preflight(cfg: RunConfig) -> RunConfig:
-    """The config with the parallelism of this process's world (torchrun's, or one process).
-
-    Raises UserError for a number of processes that the config's splits do not divide, for a key that NeMo's exp_manager
-    does not have, for files of problems or of the model that are missing or damaged, for a function of the user's that
-    cannot be called, and where the run's folder cannot be made.
-    """
+    """The config with the parallelism of this process's world (torchrun's, or one process). Raises UserError for a
+    number of processes that the config's splits do not divide, for a key that NeMo's exp_manager does not have, for
+    files of problems or of the model that are missing or damaged, for a function of the user's that cannot be called,
+    and where the run's folder cannot be made."""
     world, is_main = int(os.environ.get("WORLD_SIZE", "1")), os.environ.get("RANK", "0") == "0"
     alone = cfg if cfg.parallelism.tensor_model_parallel_size is not None else _shared_by(cfg, 1)
     if is_main:
@@ -130,11 +128,9 @@ def with_fitted_parallelism(
 ) -> RunConfig:
     """The config with a tensor-parallel size in place of null: the smallest that divides the processes and the model
     and with which a process has enough memory by the doctor's estimate, with the optimizer's state split over the
-    data-parallel ranks where that is needed; where none has, the largest possible one.
-
-    local: processes of a node, across which no layer is split. each: bytes for one process. Raises UserError where no
-    size is possible and, with must_fit, where a process has too little memory with all of them.
-    """
+    data-parallel ranks where that is needed; where none has, the largest possible one. local: processes of a node,
+    across which no layer is split. each: bytes for one process. Raises UserError where no size is possible and, with
+    must_fit, where a process has too little memory with all of them."""
     if cfg.parallelism.tensor_model_parallel_size is not None:
         return cfg
     sizes = [

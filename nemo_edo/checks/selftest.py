@@ -38,7 +38,7 @@ from nemo_edo.checks.machine import (
     impossible,
     together,
 )
-from nemo_edo.utils.files import replacing
+from nemo_edo.utils.files import write_text
 from nemo_edo.utils.ranks import variables_of_torchrun
 
 WIDTH = 42
@@ -48,10 +48,10 @@ UNHEALTHY = 4
 START_LIMIT_S = 300.0  # for the last process of a job to start: a node may have to load the container's image
 
 
-def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] = CHECKS) -> bool:
+def selftest(folder: Path, groups: Sequence[str] = ()) -> bool:
     """Returns whether no check has failed on any rank. Every rank of a torchrun calls this; the first one prints and
     writes ``folder/selftest.json``. groups: the values of ``Check.group`` to run; none: all."""
-    chosen = [check for check in checks if SELFTEST in check.runs_in and (not groups or check.group in groups)]
+    chosen = [check for check in CHECKS if SELFTEST in check.runs_in and (not groups or check.group in groups)]
     machine, begin = Machine.of_ranks(folder.absolute(), limit_s=WAIT_S), time.monotonic()
     machine = prepared(machine, chosen)
     if machine.rank == 0:
@@ -82,8 +82,7 @@ def selftest(folder: Path, groups: Sequence[str] = (), checks: Sequence[Check] =
     path = machine.folder / "selftest.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as file:
-            file.write(json.dumps(report, indent=2).encode())
+        write_text(path, json.dumps(report, indent=2))
         written = f"; {path}"
     except OSError as error:  # the check of the folder has said what to do
         written = f"; no selftest.json: {error.strerror}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from nemo_edo.checks.installed import what_trainer_lacks
+from nemo_edo.checks.installed import about, what_trainer_lacks
 from nemo_edo.cli.arguments import parse
 from nemo_edo.config.shipped import shipped_configs
 from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError, WorkerFailed
@@ -155,8 +155,6 @@ def _study(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from nemo_edo.checks.installed import about, what_trainer_lacks
-
     try:
         from nemo_edo.checks.doctor import diagnose
         from nemo_edo.utils.files import parse_size
@@ -315,8 +313,7 @@ def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
         check_ranks()
         if not is_worker:
             return RUN[args.command](args) or 0
-        # Where the first rank's command ends before the ranks have met, torch would print a stack of C++ behind its
-        # message.
+        # Where the first rank's command ends before the ranks have met, torch would print a stack of C++ as well.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         _quiet()
         from nemo_edo.worker.serve import serve
