@@ -21,6 +21,7 @@ PHASES = {
     "report": "the summary and the report",
 }
 """The work that each phase contains."""
+NOTHING = dict.fromkeys(("wall", *PHASES), 0.0)
 
 
 class PhaseClock:
@@ -29,13 +30,11 @@ class PhaseClock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic, *, begun: float | None = None) -> None:
         self._now = now
-        self._spent = dict.fromkeys(PHASES, 0.0)
         self._open: list[str] = []
-        self._mark = self._now()
-        self._since = self._mark if begun is None else begun
-        self._spent["start"] = self._mark - self._since
-        self._earlier_wall = 0.0
         self._continued = False
+        self._mark = self._now()
+        started = 0.0 if begun is None else self._mark - begun
+        self._spent = {**NOTHING, "wall": started, "start": started}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -51,14 +50,12 @@ class PhaseClock:
     def pending(self) -> dict[str, float]:
         """Seconds since the last ``take``: "wall_s", and PHASE_s of each of ``PHASES``."""
         self._note()
-        phases = {f"{name}_s": round(seconds, 4) for name, seconds in self._spent.items()}
-        return {"wall_s": round(self._earlier_wall + self._mark - self._since, 4), **phases}
+        return {f"{name}_s": round(seconds, 4) for name, seconds in self._spent.items()}
 
     def take(self) -> dict[str, float]:
         """The ``pending`` seconds, which then begin at 0 again."""
         taken = self.pending()
-        self._spent = dict.fromkeys(PHASES, 0.0)
-        self._since, self._earlier_wall = self._mark, 0.0
+        self._spent = dict(NOTHING)
         return taken
 
     def carry_on(self, pending: Mapping[str, float]) -> None:
@@ -66,13 +63,12 @@ class PhaseClock:
         if self._continued:
             return
         self._continued = True
-        self._earlier_wall += pending.get("wall_s", 0.0)
         for name in self._spent:
             self._spent[name] += pending.get(f"{name}_s", 0.0)
 
     def _note(self) -> None:
-        """Adds the time since the last note to the phase that is in progress, if any."""
+        """Adds the time since the last note to the wall time, and to the phase that is in progress, if any."""
         now = self._now()
-        if self._open:
-            self._spent[self._open[-1]] += now - self._mark
+        for name in ("wall", *self._open[-1:]):
+            self._spent[name] += now - self._mark
         self._mark = now

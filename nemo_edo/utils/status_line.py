@@ -57,10 +57,9 @@ class Counter:
 
     def __init__(self, what: str, total: int, *, shown: bool = True) -> None:
         self._what, self._total, self._shown = what, total, shown
-        self._done = 0
+        self._done, self._begun, self._line = 0, time.monotonic(), StatusLine()
 
     def __enter__(self) -> Counter:
-        self._begun, self._line = time.monotonic(), StatusLine()
         return self
 
     def __exit__(self, *_) -> None:
