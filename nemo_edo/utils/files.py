@@ -61,9 +61,8 @@ def require_no_links(folder: Path, but_in: str) -> None:
     for place, folders, files in os.walk(folder):
         for name in (*folders, *files):
             if (path := Path(place, name)).is_symlink() or path.is_fifo():
-                raise UserError(
-                    f"{path} is a link or a pipe, and nothing is written through links; put what it names in its place"
-                )
+                remedy = "nothing is written through links; put what it names in its place"
+                raise UserError(f"{path} is a link or a pipe, and {remedy}")
         if Path(place) == folder and but_in in folders:
             folders.remove(but_in)
 
@@ -87,11 +86,10 @@ def check_folder(folder: Path) -> None:
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".nemo_edo_", dir=there))
     except OSError as error:
-        what = "cannot be written to" if there == folder.absolute() else "cannot be made"
+        what = "cannot be written to" if there == folder.absolute() else f"cannot be made in {there}"
         # Some file systems of the kernel, such as /proc, say that a folder is missing which is there.
         why = "its file system takes no files" if error.errno == errno.ENOENT else error.strerror
-        where = "" if there == folder.absolute() else f" in {there}"
-        raise UserError(f"{folder} {what}{where} ({why}); choose another output_dir=...") from error
+        raise UserError(f"{folder} {what} ({why}); choose another output_dir=...") from error
 
 
 def read_text(path: Path) -> str:
@@ -117,24 +115,20 @@ def end_of_log(path: Path) -> str:
 
 
 def json_text(value: Any) -> str:
-    """A file's content, an object's with a checksum for ``read_json``. Raises ValueError for numbers that are not
-    finite."""
+    """A file's content, an object's with a checksum for ``read_json``. Raises ValueError for NaN and infinity."""
     if isinstance(value, dict):
         value = {**value, CHECKSUM: _checksum(json.loads(json.dumps(value, allow_nan=False)))}
     return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_json(path: Path) -> Any:
-    """Raises UserError for a missing file, the line that is not JSON, and content that has changed since
-    ``json_text``."""
+    """Raises UserError for a missing file, the line that is not JSON, and content changed since ``json_text``."""
     text = read_text(path)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # Python reads neither deep nesting nor thousands of digits
-        line = getattr(error, "lineno", 1)
-        raise UserError(
-            f"{path}:{line}: not valid JSON: {getattr(error, 'msg', error)}; restore it from a copy"
-        ) from error
+        line, why = getattr(error, "lineno", 1), getattr(error, "msg", error)
+        raise UserError(f"{path}:{line}: not valid JSON: {why}; restore it from a copy") from error
     if isinstance(value, dict) and CHECKSUM in value and value.pop(CHECKSUM) != _checksum(value):
         raise UserError(f"{path}: has other content than was written: its checksum differs; restore it from a copy")
     return value

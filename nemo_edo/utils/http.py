@@ -90,12 +90,9 @@ def key_of_environment(setting: str, variable: str | None) -> ApiKey:
 
 def retrying(attempts: int, backoff_s: float, backoff_limit_s: float) -> AsyncRetrying:
     """Calls again after a Fault; the longest wait doubles with each attempt. Raises the last Fault."""
-    return AsyncRetrying(
-        retry=retry_if_exception_type(Fault),
-        wait=wait_random_exponential(multiplier=backoff_s, max=backoff_limit_s),
-        stop=stop_after_attempt(attempts),
-        reraise=True,
-    )
+    wait = wait_random_exponential(multiplier=backoff_s, max=backoff_limit_s)
+    stop = stop_after_attempt(attempts)
+    return AsyncRetrying(retry=retry_if_exception_type(Fault), wait=wait, stop=stop, reraise=True)
 
 
 def open_session(key: ApiKey) -> aiohttp.ClientSession:

@@ -59,8 +59,7 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 def source_files(path: str) -> dict[str, Path]:
     """The file of an import path's module and those of the modules that it imports from the same folder (of an
-    installed one: from the same package), by their names there. None of nemo_edo's, and none where there is no source.
-    """
+    installed one: the same package), by their names there. None of nemo_edo's, and none where there is no source."""
     module = path.partition(":")[0]
     package = module.partition(".")[0]
     root = Path.cwd()
@@ -97,9 +96,8 @@ def _module_file(root: Path, name: str) -> Path | None:
 
 
 def wanted_arguments(function: Callable[..., Any], offered: Collection[str], where: str) -> list[str]:
-    """The names among ``offered`` that the function takes as keyword arguments; all of them where it takes
-    ``**kwargs``. ``where`` begins the messages. Raises UserError for a parameter without default that is not offered,
-    and for one that cannot be given by name."""
+    """The names among ``offered`` that the function takes as keyword arguments (``**kwargs``: all). where: begins the
+    messages. Raises UserError for a parameter without default that is not offered or cannot be given by name."""
     parameters = inspect.signature(function).parameters.values()
     by_position = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]

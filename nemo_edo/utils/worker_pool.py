@@ -1,5 +1,4 @@
-"""Worker processes for what must not stop or slow down a run: answers that hang a verifier, chat templates, and users'
-functions.
+"""Worker processes for what must not stop or slow a run: answers that hang a verifier, templates, users' functions.
 
 A server process forks the workers, so that one that was killed is replaced within milliseconds, and the trainer (CUDA,
 threads, gigabytes) is never forked.
@@ -59,8 +58,7 @@ class Limits:
 
 class WorkerPool:
     """Calls functions in workers, which are killed when they exceed a limit. limits: None: one worker for trusted
-    functions, with the limit that ``run`` is given. prepare: the import path of what the server calls before it
-    forks."""
+    functions, with the limit that ``run`` is given. prepare: import path of what the server calls before it forks."""
 
     def __init__(self, limits: Limits | None, prepare: str | None = None) -> None:
         self.limits = limits
