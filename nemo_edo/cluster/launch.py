@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from nemo_edo.checks.preflight import check_job
 from nemo_edo.config import ClusterConfig, RunConfig
-from nemo_edo.config.compose import ConfigError, arm_configs, compose_incomplete, compose_run, resolved_yaml
+from nemo_edo.config.compose import ConfigError, compose_incomplete, compose_run, resolved_yaml
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.experiments.grid import quoted
@@ -25,18 +25,15 @@ from nemo_edo.experiments.sweep import SweepGrid, plan_sweep, write_members
 from nemo_edo.run_folder import LAUNCH, RunFolder
 from nemo_edo.utils.files import check_folder
 
+PACKAGE = Path(__file__).parents[1]
 SELFTEST_LIMIT = "00:30:00"
 """Slurm's --time of a selftest, which takes five minutes: with more, it would wait longer for its nodes."""
-
-
-PACKAGE = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
 class Member:
     """One run of a job."""
 
-    name: str
     config: str  # resolved
     run: Path  # the folder that it trains in
     arguments: tuple[str, ...] = ()  # of ``nemo-edo``, where they are not to train with the config
@@ -46,12 +43,10 @@ class Member:
 class Launch:
     """A job to submit: a run, or a sweep's members as an array."""
 
-    name: str
-    folder: Path  # for the script, the snapshot of code and config, and the files of each attempt
+    folder: Path  # for the script, the snapshot of code and config, and the files of each attempt; below the run's
     members: tuple[Member, ...]
     waiting: tuple[int, ...]  # indices of the members that are not finished
     cluster: ClusterConfig
-    server_limit_s: float  # seconds until servers must be ready
     sweep: SweepGrid | None = None  # the members', which gets a report at its end
     cfg: RunConfig | None = None  # of the run, or of the sweep's first one
 
@@ -64,24 +59,21 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
     overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
     if multirun:
         sweep = plan_sweep(config_name, overrides, config_dir)
-        cfg, name, folder = sweep.cells[0].cfg, sweep.folder.name, sweep.folder
-        cells = {
-            repr((one.data, one.model, one.rewards, one.sft)): one for one in (cell.cfg for cell in sweep.cells)
-        }.values()
-        members = tuple(Member(cell.name, cell.config, folder / cell.name) for cell in sweep.cells)
+        cfg, folder = sweep.cells[0].cfg, sweep.folder
+        configs = (cell.cfg for cell in sweep.cells)
+        cells = {repr((one.data, one.model, one.rewards, one.sft)): one for one in configs}.values()
+        members = tuple(Member(cell.config, folder / cell.name) for cell in sweep.cells)
         left = sweep.left()
         waiting = tuple(place for place, cell in enumerate(sweep.cells) if cell in left)
         if not waiting:
             raise UserError(f"nothing is left to run: {members[0].run} and all others are finished")
     else:
         sweep, cfg = None, compose_run(config_name, overrides, config_dir)
-        arm_configs(cfg)
-        name, run = cfg.name, RunFolder(Path(cfg.output_dir) / cfg.name)
-        config, folder = resolved_yaml(cfg), run.path
+        run, config = RunFolder(Path(cfg.output_dir) / cfg.name), resolved_yaml(cfg)
         run.check_free(config)
         if run.is_finished:
             raise UserError(f"{run.path} is finished already; choose another name=..., or remove it")
-        cells, members, waiting = [cfg], (Member(name, config, folder),), (0,)
+        folder, cells, members, waiting = run.path, [cfg], (Member(config, run.path),), (0,)
     if cfg.cluster.server_nodes and (not cfg.generation.is_served or cfg.generation.servers.urls):
         raise ConfigError(
             "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
@@ -90,8 +82,7 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
     for one in cells:
         check_job(one)
     require_gpus_at_work(cfg)
-    limit_s = cfg.generation.servers.start_limit_s
-    return _launchable(Launch(name, folder / LAUNCH, members, waiting, cfg.cluster, limit_s, sweep, cfg))
+    return _launchable(Launch(folder / LAUNCH, members, waiting, cfg.cluster, sweep, cfg))
 
 
 def require_gpus_at_work(cfg: RunConfig) -> None:
@@ -133,10 +124,8 @@ def plan_selftest(
     cluster = replace(cfg.cluster, nodes=nodes, server_nodes=0, **once)
     folder = Path(cfg.output_dir).resolve() / "selftest"
     only = ("--only", *groups) if groups else ()
-    member = Member("selftest", "", folder, ("selftest", "--folder", str(folder), *only))
-    return _launchable(
-        Launch("selftest", folder / LAUNCH, (member,), (0,), cluster, cfg.generation.servers.start_limit_s)
-    )
+    member = Member("", folder, ("selftest", "--folder", str(folder), *only))
+    return _launchable(Launch(folder / LAUNCH, (member,), (0,), cluster))
 
 
 def _launchable(launch: Launch) -> Launch:
@@ -144,9 +133,8 @@ def _launchable(launch: Launch) -> Launch:
     ``cluster.secrets``, or where others can read them."""
     cluster, folder = launch.cluster, str(launch.folder)
     if cluster.kind != "slurm":
-        raise ConfigError(
-            f"cluster.kind is {cluster.kind!r}: launch needs cluster=slurm (conf/cluster/); train runs here"
-        )
+        needed = "launch needs cluster=slurm (conf/cluster/); train runs here"
+        raise ConfigError(f"cluster.kind is {cluster.kind!r}: {needed}")
     if not folder.isprintable() or "\\" in folder:
         raise UserError(
             f"{folder!r}: Slurm takes only folders whose names have printable characters and no \\; choose another "
@@ -229,7 +217,7 @@ def job_script(launch: Launch) -> str:
         members=launch.sweep is not None,
         nodes=cluster.nodes,
         server_nodes=cluster.server_nodes,
-        server_limit_s=f"{launch.server_limit_s:g}",
+        server_limit_s=launch.cfg and f"{launch.cfg.generation.servers.start_limit_s:g}",
         processes_per_node=per_node,
         tasks_per_node=1 if cluster.launcher == "torchrun" else per_node,
         launcher=cluster.launcher,
@@ -241,13 +229,9 @@ def job_script(launch: Launch) -> str:
 
 def report_script(launch: Launch) -> str:
     """The sbatch script that writes a sweep's report once all of its members have ended."""
-    name, place = f"--job-name={_job_name(launch)}-report", ("--nodes=1", "--ntasks=1")
-    return _render(
-        launch,
-        "report.sh.j2",
-        options=[name, *place, _output(launch, "report_%j.log"), *_site(launch.cluster)],
-        arguments=shlex.join([str(launch.folder), str(launch.sweep.folder)]),
-    )
+    options = [f"--job-name={_job_name(launch)}-report", "--nodes=1", "--ntasks=1", _output(launch, "report_%j.log")]
+    arguments = shlex.join([str(launch.folder), str(launch.sweep.folder)])
+    return _render(launch, "report.sh.j2", options=[*options, *_site(launch.cluster)], arguments=arguments)
 
 
 def _render(job: Launch, template: str, **values: Any) -> str:
@@ -266,12 +250,9 @@ def _render(job: Launch, template: str, **values: Any) -> str:
         # --nv on every node: on one without GPUs it is a warning, and without it a node's GPUs would stay unused.
         binds = (f"--bind={mount}" for mount in mounts)
         prefix = shlex.join(["apptainer", "exec", "--nv", *binds, container.image]) + " "
-    environment = Environment(
-        loader=PackageLoader("nemo_edo.cluster"),
-        undefined=StrictUndefined,
-        keep_trailing_newline=True,
-        autoescape=False,  # shell, not HTML: shlex quotes the values
-    )
+    # Without escapes: it is shell, not HTML, and shlex quotes the values.
+    loader = PackageLoader("nemo_edo.cluster")
+    environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
     environment.filters["quote"] = shlex.quote
     return environment.get_template(template).render(
         launch=str(job.folder),
@@ -302,7 +283,7 @@ def _option(key: str, value: object) -> str:
 
 
 def _job_name(launch: Launch) -> str:
-    return "".join(c if c.isalnum() or c in "._=-" else "_" for c in launch.name)
+    return "".join(c if c.isalnum() or c in "._=-" else "_" for c in launch.folder.parent.name)
 
 
 # --- submission ---------------------------------------------------------------------------------------------------
@@ -328,7 +309,7 @@ def write_snapshot(launch: Launch) -> None:
         (launch.folder / "finished" / str(place)).unlink(missing_ok=True)
     _write(launch.folder / "job.sh", job_script(launch))
     if launch.sweep:
-        names = {place: member.name for place, member in enumerate(launch.members)}
+        names = {place: member.run.name for place, member in enumerate(launch.members)}
         _write(launch.folder / "members.json", json.dumps(names, indent=1))
         _write(launch.folder / "report.sh", report_script(launch))
 

@@ -1,5 +1,4 @@
-"""What each task of a job runs: the trainer's processes on its node, one of them, or a node's servers; and the end of a
-sweep.
+"""What each task of a job runs: a node's trainer processes, one of them, or a node's servers; and the end of a sweep.
 
     python -m nemo_edo.cluster.task MEMBER.json torchrun 8 [NODE,NODE SECONDS]
     python -m nemo_edo.cluster.task MEMBER.json serve
@@ -27,7 +26,7 @@ from pathlib import Path
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.run.control import STOPPED, control_folder, stop_is_asked, tell_outcome
-from nemo_edo.utils.files import end_of_log, replacing
+from nemo_edo.utils.files import end_of_log, write_text
 from nemo_edo.utils.ranks import first_that_resolves, variables_of_torchrun
 
 KEY = "NEMO_EDO_SERVER_KEY"  # the environment variable with the servers' key
@@ -88,10 +87,7 @@ def serve(config_name: str, config_dir: str) -> None:
     from nemo_edo.run_folder import RunFolder
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
-    cfg = compose_run(config_name, [], config_dir)
-    # The trainer is on other nodes.
-    listening = replace(cfg.generation.servers, host="0.0.0.0")
-    cfg = replace(cfg, generation=replace(cfg.generation, servers=listening))
+    cfg = compose_run(config_name, ["generation.servers.host=0.0.0.0"], config_dir)  # the trainer is on other nodes
     own = RunFolder(attempt / f"server_node_{node}")
     if cfg.model.path is None:  # the first refit sends the trainer's weights
         write_builtin_files(cfg, own)
@@ -102,8 +98,7 @@ def serve(config_name: str, config_dir: str) -> None:
     servers.start(replicas, cfg.model.seq_length)
     address = first_that_resolves(os.environ.get("SLURMD_NODENAME", ""), socket.gethostname())
     urls = [f"http://{address}:{replica.url.rpartition(':')[2]}" for replica in replicas]
-    with replacing(attempt / f"servers_{node}.json") as file:
-        file.write(json.dumps(urls).encode())
+    write_text(attempt / f"servers_{node}.json", json.dumps(urls))
     while True:
         for replica in replicas:
             if replica.has_ended:
