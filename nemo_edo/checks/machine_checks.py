@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from packaging.requirements import Requirement
 
@@ -285,24 +287,17 @@ def _all_reduce(num_bytes: int) -> tuple[bool, float]:
     tensor = torch.full((num_bytes // 4,), float(rank + 1), device=device)
     torch.distributed.all_reduce(tensor)  # the first one starts the links
     right = bool((tensor == world * (world + 1) / 2).all())
-    return right, seconds_of(lambda: torch.distributed.all_reduce(tensor.zero_()), device, ROUNDS)
+    return right, seconds_of(lambda: torch.distributed.all_reduce(tensor.zero_()), ROUNDS)
 
 
-def seconds_of(call, device, rounds: int) -> float:
-    """The mean time of one call on the device; the first call, which prepares the others, is not counted."""
+def seconds_of(call: Callable[[], Any], rounds: int) -> float:
+    """The mean time of one call; the first two, which prepare the others, are not counted."""
     import torch
+    from torch.utils.benchmark import Timer
 
-    call()
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(rounds):
-        call()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / rounds
+    return Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads()).timeit(rounds).mean
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Torch is imported by the functions: the doctor reads the list of checks without 
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -92,7 +93,7 @@ class SameNumbers:
 
     precision: str = "fp32"  # one of PRECISIONS, or FASTEST
     # The dimension that ranks share: tensor, pipeline, context, expert or none. The largest power of two of the ranks
-    # share it, at_most so many, and the others are data-parallel.
+    # share it, at_most so many (a power of two), and the others are data-parallel.
     split: str = ""
     at_most: int = 8
     parallelism: dict[str, Any] = field(default_factory=dict)
@@ -116,11 +117,9 @@ class SameNumbers:
 
     def on(self, machine: Machine) -> SameNumbers:
         """The same check with what the machine decides filled in."""
-        precision, size = self.precision, 1
-        if precision == FASTEST:
-            precision = "bf16" if machine.gpus else "fp32"
-        while size * 2 <= self.at_most and machine.world % (size * 2) == 0:
-            size *= 2
+        fastest = "bf16" if machine.gpus else "fp32"
+        precision = fastest if self.precision == FASTEST else self.precision
+        size = math.gcd(self.at_most, machine.world)
         name = "context_parallel_size" if self.split == "context" else f"{self.split}_model_parallel_size"
         parallelism = {**({name: size} if self.split else {}), **self.parallelism}
         return replace(self, precision=precision, parallelism=parallelism, world=self.world or bool(self.split))
@@ -289,10 +288,8 @@ def build(folder: Path, step: SameNumbers):
 
 
 def generated(folder: Path, step: SameNumbers) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities of generated tokens, all responses in a row: as they were sampled, token by token, and by a
-    pass over the whole sequences."""
-    import torch
-
+    """Log-probabilities of generated tokens, all responses in a row: as sampled one by one, and by one whole pass."""
+    from nemo_edo.data.batching import build_batch
     from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.types import GenerationRequest, SamplingParams
 
@@ -302,12 +299,9 @@ def generated(folder: Path, step: SameNumbers) -> tuple[np.ndarray, np.ndarray]:
     prompts = [tuple(range(20, 20 + length)) for length in (3, 1, 17)]
     requests = [GenerationRequest(str(place), 0, prompt, seed=place) for place, prompt in enumerate(prompts)]
     rollouts = engine.generate(requests, SamplingParams(TEMPERATURE, 1.0, 24))
-    tokens, mask = torch.zeros(len(prompts), LENGTH, dtype=torch.int64), torch.zeros(len(prompts), LENGTH - 1)
-    for row, rollout in enumerate(rollouts):
-        ids = [*rollout.prompt_ids, *rollout.response_ids]
-        tokens[row, : len(ids)] = torch.tensor(ids)
-        mask[row, len(rollout.prompt_ids) - 1 : len(ids) - 1] = 1
-    whole = model.get_inference_log_probs(TrainingBatch(tokens, mask))[mask.bool()]
+    sequences = [(rollout.prompt_ids, rollout.response_ids) for rollout in rollouts]
+    examples = build_batch(sequences, pad_id=0, length=LENGTH)
+    whole = model.get_inference_log_probs(examples)[examples.mask.bool()]
     return np.concatenate([rollout.response_logprobs for rollout in rollouts]), whole.numpy()
 
 
@@ -349,7 +343,7 @@ def of_transformers(folder: Path, length: int = LENGTH) -> np.ndarray:
 
 # --- speed ------------------------------------------------------------------------------------------------------------
 
-SPEED_LIMIT_S = 120.0
+SPEED_LIMIT_S, RESUME_LIMIT_S = 120.0, 180.0
 SPEED_ROUNDS = 3
 GPU_SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
              "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 32000}  # fmt: skip
@@ -379,11 +373,10 @@ def _speed(scratch: Path, gpu: bool) -> tuple[float, float, float]:
     model = build(folder, SameNumbers(precision, loss_head="auto", training={"micro_batch_size": rows // 4}))
     tokens, ones = torch.randint(2, shape["vocab_size"], (rows, length)), torch.ones(rows, length - 1)
     examples = TrainingBatch(tokens, ones, advantages=torch.ones(rows), old_logprobs=-5 * ones, ref_logprobs=-5 * ones)
-    device = model.platform_device
-    step = seconds_of(lambda: model.get_loss_and_metrics(examples, forward_only=False), device, SPEED_ROUNDS)
+    step = seconds_of(lambda: model.get_loss_and_metrics(examples, forward_only=False), SPEED_ROUNDS)
     size = 8192 if gpu else 1024
-    matrix = torch.randn(size, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
-    product = seconds_of(lambda: matrix @ matrix, device, SPEED_ROUNDS)
+    matrix = torch.randn(size, size, device=model.platform_device, dtype=torch.bfloat16 if gpu else torch.float32)
+    product = seconds_of(lambda: matrix @ matrix, SPEED_ROUNDS)
     parameters = matrix_parameters(ModelShape.from_hf(config.to_dict(), str(folder)))
     return rows * length / step, 6 * parameters, 2 * size**3 / product
 
@@ -401,8 +394,7 @@ def memory_of_a_resume(machine: Machine) -> Finding:
     """The host memory of each rank while it reads a checkpoint of a distributed optimizer that all have written. The
     doctor counts its weights and its share of the state; a rank that holds the state of all needs most of their sum."""
     folder, shape = machine.folder / "resumed", {**GPU_SHAPE, "num_hidden_layers": 2}
-    arguments = machine.scratch, folder, shape
-    used, counted, of_all = machine.run(resumed, *arguments, world=True, limit_s=RESUME_LIMIT_S)
+    used, counted, of_all = machine.run(resumed, machine.scratch, folder, shape, world=True, limit_s=RESUME_LIMIT_S)
     machine.exchange("read", None)
     if machine.rank == 0:  # ten GB
         shutil.rmtree(folder)
@@ -412,12 +404,8 @@ def memory_of_a_resume(machine: Machine) -> Finding:
     return passed(said, resume_gb=used / 1e9)
 
 
-RESUME_LIMIT_S = 180.0
-
-
 def resumed(scratch: Path, out: Path, shape: dict[str, int]) -> tuple[float, float, float]:
-    """Bytes of the host's memory that reading a checkpoint takes at its highest, those that are counted, and those of
-    the state of all ranks."""
+    """Bytes of the host that reading a checkpoint takes at most, those counted, and those of all ranks' state."""
     import torch
 
     from nemo_edo.megatron import checkpoint
