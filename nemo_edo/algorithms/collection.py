@@ -131,7 +131,6 @@ def view_of_sampler(
 
 
 def _seen(batch: TrainingBatch, policy: Policy, clock: PhaseClock) -> tuple[TrainingBatch, Tensor]:
-    """The batch with its old_logprobs, and its entropies."""
     with clock.phase("log_pi_old"):
         own, entropies = policy.logprobs(batch)
     return batch.with_fields(old_logprobs=own), entropies

@@ -93,7 +93,6 @@ class _State:
         self.steps_taken = start.steps_taken
 
     def position(self, t: int, step: int = 0) -> Position:
-        """Iteration t, with ``step`` of its optimizer steps taken."""
         return Position(t, step, self.steps_taken, self.schedule.state_dict(), self.guards.state_dict())
 
 

@@ -257,8 +257,8 @@ class Evaluator:
         response, accuracies, votes and pass@k leave it out, and "abstained" is the share of those. Where no response
         states an answer, there is no vote@N, nor what is measured among answers, nor a best temperature.
 
-        At the config's first temperature they have these names, at the others ``results.at_temperature``'s. With
-        ``tuning``, those at the temperature whose votes are best on its problems have ``results.AT_BEST``'s, too, and
+        At the config's first temperature they have these names, at the others NAME/t0.7 and so on. With ``tuning``,
+        those at the temperature whose votes are best on its problems have ``results.AT_BEST``'s, too, and
         "best_temperature" is that temperature.
 
         Returns the evaluation and the first rollout's scored responses at the first temperature, for the report's
@@ -272,7 +272,7 @@ class Evaluator:
         for temperature in others:
             measured[temperature], sampled, _ = self._measured(requests, temperature, rollouts, None)
             everything.append(sampled)
-        named = [(results.at_temperature(temperature), measured[temperature]) for temperature in others]
+        named = [(f"/t{temperature:g}", measured[temperature]) for temperature in others]
         unneeded = meaningless(*everything)
         has_answers = not unneeded.issuperset(results.OF_ANSWERS)
         if tuning is not None and has_answers:

@@ -215,10 +215,6 @@ def short_interval(interval: Interval) -> str:
     return "-".join(end.replace("0.", ".", 1) if end.lstrip("-").startswith("0.") else end for end in ends)
 
 
-def at_temperature(temperature: float) -> str:
-    return f"/t{temperature:g}"
-
-
 def plain_name(metric: str) -> str:
     return _parts(metric)[0]
 
@@ -263,12 +259,6 @@ def main_metrics(metrics: Sequence[str]) -> list[str]:
     voted, passed = largest(metrics, "vote@"), largest(metrics, "pass@")
     chosen = ("greedy_accuracy", "accuracy", voted, passed, "distinct_4", POOLED, "entropy")
     return [metric for metric in chosen if metric in metrics]
-
-
-def compared_metrics(metrics: Sequence[str]) -> list[str]:
-    """The metrics on which arms are compared: the main ones, and the vote at the best temperature."""
-    best = largest(metrics, "vote@", AT_BEST)
-    return [*main_metrics(metrics), *([best] if best else [])]
 
 
 def _parts(metric: str) -> tuple[str, str]:

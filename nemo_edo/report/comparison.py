@@ -147,7 +147,9 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         table[name] = {metric: Estimate(by_seed, intervals[metric]) for metric, by_seed in values.items()}
 
     rows = []
-    for arm, metric in product(runs.arms, results.compared_metrics(metrics)):
+    best = results.largest(metrics, "vote@", results.AT_BEST)
+    compared_metrics = [*results.main_metrics(metrics), *([best] if best else [])]
+    for arm, metric in product(runs.arms, compared_metrics):
         if baseline in (None, arm) or metric not in table[arm] or metric not in table[baseline]:
             continue
         ours, theirs = table[arm][metric].by_seed, table[baseline][metric].by_seed
@@ -170,12 +172,9 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
     ]
 
     again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in runs.replicates.values()]
-    noise = {}
-    for metric in metrics:
-        apart = [a.evaluation.mean(metric) - b.evaluation.mean(metric) for a, b in again]  # NaN where one lacks it
-        known = [gap for gap in apart if math.isfinite(gap)]
-        if known:
-            noise[metric] = math.sqrt(sum(gap**2 for gap in known) / len(known))
+    gaps = {m: [a.evaluation.mean(m) - b.evaluation.mean(m) for a, b in again] for m in metrics}
+    known = {m: [gap for gap in found if math.isfinite(gap)] for m, found in gaps.items()}  # NaN where one lacks it
+    noise = {m: math.sqrt(sum(gap**2 for gap in found) / len(found)) for m, found in known.items() if found}
     return Comparison(
         runs=runs,
         arms=runs.arms,

@@ -173,15 +173,15 @@ class RunConsole:
             if values["final"]:
                 self._evaluation_s = values["evaluation_s"]
             when = f"after {values['iteration']}: " if total else ""
-            self.say(self._with_place(f"{when}{' '.join(means)}"))
+            print(self._with_place(f"{when}{' '.join(means)}"), flush=True)
         elif kind == "phases":
             seconds = {name: values[f"{name}_s"] for name in ("wall", *PHASES)}
             self._phases.update(seconds)
             self._all_phases.update(seconds)
             if values["report_s"]:
-                self.say(time_line("run", self._all_phases))
+                print(time_line("run", self._all_phases), flush=True)
             elif "iteration" not in values:  # the end of a stage
-                self.say(self._with_place(time_line("took", self._phases)))
+                print(self._with_place(time_line("took", self._phases)), flush=True)
                 self._phases.clear()
         elif self._text and self._line.is_due:
             self._line.show(self._text)
@@ -198,7 +198,7 @@ class RunConsole:
         self._text = self._with_place(" ".join(parts))
         if not self._line.is_possible:
             if stays:
-                self.say(self._text)
+                print(self._text, flush=True)
         elif stays or self._line.is_due:
             self._line.show(self._text)
 
@@ -223,10 +223,6 @@ class RunConsole:
         if len(name) > room and self._line.is_possible:
             name = f"{name[: room - 1]}…"
         return f"{place} {name} {text}"
-
-    def say(self, text: str) -> None:
-        """A line that stays; on a terminal it appears above the one that changes."""
-        print(text, flush=True)
 
 
 def time_line(name: str, seconds: Mapping[str, float]) -> str:

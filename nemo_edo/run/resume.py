@@ -53,7 +53,6 @@ class SavedProgress(Progress):
         self._rollouts = rollouts
         self._collected: Collected | None = None
         self._is_writing = False
-        """Whether a checkpoint is being written."""
         self._batch: dict[str, Any] | None = None
         """File name and checksum of the current iteration's batch on disk."""
         self._saved_at = 0
@@ -182,7 +181,6 @@ class SavedProgress(Progress):
                 path.unlink()
 
     def _checkpoints(self) -> list[Path]:
-        """The checkpoints in the order of their steps."""
         return sorted(path for path in self.folder.glob("step_*") if not path.suffix)
 
 

@@ -120,7 +120,7 @@ def train_arm(run: RunServices, arm: str) -> list:
             evaluate_policy(run, model, arm, t, final=False)
         stop = early_stop(settings.early_stop, run.folder, arm, last=t)
         if stop is not None:
-            run.console.say(f"{arm} {stop.in_words(iterations)}")
+            print(f"{arm} {stop.in_words(iterations)}", flush=True)
         return stop is not None
 
     if _load_trained(run, model, arm):

@@ -86,7 +86,6 @@ class StopSignal:
         return self._received or (workers is not None and workers.asked_to_stop) or stop_is_asked()
 
     def _end_at_the_second(self) -> None:
-        """Ends the process at its second signal to stop."""
         first = None
         with self._reading:
             while number := self._reading.recv(1):
