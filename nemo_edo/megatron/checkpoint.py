@@ -43,9 +43,11 @@ def begin_save(
     extra: dict[str, Any] | None = None,
     reshardable: bool = True,
 ) -> Writing:
-    """``save`` in the background: training may continue while the files are written. reference: a frozen copy of the
-    policy's weights (``snapshot``) to be saved as well. extra: what ``load_extra`` returns, plain values for JSON.
-    reshardable: whether a distributed optimizer's state loads at any number of ranks."""
+    """``save`` in the background: training may continue while the files are written.
+
+    reference: a frozen copy of the policy's weights (``snapshot``) to be saved as well. extra: what ``load_extra``
+    returns, plain values for JSON. reshardable: whether a distributed optimizer's state loads at any number of ranks.
+    """
     staging = folder.with_name(folder.name + ".part")
 
     def begin() -> None:

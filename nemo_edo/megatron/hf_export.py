@@ -27,10 +27,12 @@ logger = logging.getLogger(__name__)
 def export_hf_folder(
     model: BuiltModel, out: Path, max_shard_bytes: int = 5 * 10**9, *, merge_adapters: bool = True
 ) -> None:
-    """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it. Each
-    weight is gathered from the ranks that share it, and written with others in files of at most ``max_shard_bytes``:
-    the first rank's host has one of them at a time, and the others' have none. Adapters are merged into what is
-    written: W + alpha / rank * B A; without ``merge_adapters`` it is W."""
+    """Writes the weights with config and tokenizer as a folder that ``transformers`` loads. All ranks call it.
+
+    Each weight is gathered from the ranks that share it, and written with others in files of at most
+    ``max_shard_bytes``: the first rank's host has one of them at a time, and the others' have none. Adapters are merged
+    into what is written: W + alpha / rank * B A; without ``merge_adapters`` it is W.
+    """
     first, source = torch.distributed.get_rank() == 0, Path(model.bridge.hf_pretrained.model_name_or_path)
     config = model.bridge.hf_pretrained.config
     if first:
@@ -71,9 +73,12 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
         for path, name in zip(shards, names, strict=True):
             path.replace(out / name)
         if len(shards) > 1:
-            files = {tensor: name for path, name in zip(shards, names, strict=True) for tensor in shards[path]}
-            size = sum(sum(sizes.values()) for sizes in shards.values())
-            index = {"metadata": {"total_size": size}, "weight_map": files}
+            index = {
+                "metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards.values())},
+                "weight_map": {
+                    tensor: name for path, name in zip(shards, names, strict=True) for tensor in shards[path]
+                },
+            }
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     torch.distributed.barrier()
 

@@ -93,9 +93,11 @@ class MegatronPolicy:
         self.optimizer.zero_grad()
 
     def apply_gradients(self, loss: float = 0.0, *, grad_norm_limit: float = math.inf) -> dict[str, float]:
-        """Clips, steps and advances the schedule; returns "grad_norm" (before clipping), "lr", "skipped" (0 or 1). The
-        step is skipped, on every rank, where on any of them the ``loss`` or the gradient norm is not finite or the norm
-        is above ``grad_norm_limit``: weights, optimizer and schedule stay as they are, and gradients are zeroed."""
+        """Clips, steps and advances the schedule; returns "grad_norm" (before clipping), "lr" and "skipped", 0 or 1.
+
+        The step is skipped, on every rank, where on any of them the ``loss`` or the gradient norm is not finite or the
+        norm is above ``grad_norm_limit``: weights, optimizer and schedule stay as they are, and gradients are zeroed.
+        """
         lr = float(self.optimizer.param_groups[0]["lr"])
         overflow = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -149,9 +151,11 @@ class MegatronPolicy:
 
     @contextlib.contextmanager
     def weights(self, frozen: Weights) -> Iterator[None]:
-        """Inside the block the model computes with ``frozen``; its own weights return after it. The two are exchanged,
-        so that no third copy is needed: by address where they are on one device, otherwise by contents, one parameter
-        at a time. Meanwhile ``frozen`` holds the model's own. An optimizer's fp32 weights stay."""
+        """Inside the block the model computes with ``frozen``; its own weights return after it.
+
+        The two are exchanged, so that no third copy is needed: by address where they are on one device, otherwise by
+        contents, one parameter at a time. Meanwhile ``frozen`` holds the model's own. An optimizer's fp32 weights stay.
+        """
         pairs = [(p, _in_numbers_of(p, f)) for p, f in zip(self._parameters(), frozen, strict=True)]
         _exchange(pairs)
         try:

@@ -48,11 +48,18 @@ def model_config(
     loss_head: str = ModelConfig.loss_head,
 ) -> DictConfig:
     """The ``cfg`` of a model class. ``training``: an SFTConfig, GRPOConfig or IDPOConfig, as the class needs."""
-    values = {"folder": str(folder), "seed": seed, "threads": threads, "temperature": temperature}
-    kinds = {"attention": attention, "loss_head": loss_head}
     sections = {"parallelism": parallelism, "precision": precision, "training": training, "lora": lora or LoRAConfig()}
-    structured = {name: OmegaConf.structured(section) for name, section in sections.items()}
-    return OmegaConf.create({**values, **kinds, **structured})
+    return OmegaConf.create(
+        {
+            "folder": str(folder),
+            "seed": seed,
+            "threads": threads,
+            "temperature": temperature,
+            "attention": attention,
+            "loss_head": loss_head,
+            **{name: OmegaConf.structured(value) for name, value in sections.items()},
+        }
+    )
 
 
 class MegatronSaveRestoreConnector(SaveRestoreConnector):
@@ -107,9 +114,11 @@ class MegatronSaveRestoreConnector(SaveRestoreConnector):
 
 
 class MegatronGPTModel(ModelPT):
-    """A GPT model of Megatron-core, trained by Megatron's optimizer and schedule. A subclass names the dataclass of its
-    ``cfg.training`` and gives the loss of a micro-batch. A run's workers call it with their rank's share of a batch
-    (``worker/``). NeMo's interface takes global batches, the same on every rank."""
+    """A GPT model of Megatron-core, trained by Megatron's optimizer and schedule.
+
+    A subclass names the dataclass of its ``cfg.training`` and gives the loss of a micro-batch. A run's workers call it
+    with their rank's share of a batch (``worker/``). NeMo's interface takes global batches, the same on every rank.
+    """
 
     training_config: type
 

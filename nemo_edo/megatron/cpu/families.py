@@ -41,9 +41,11 @@ KINDS = {  # by normalization and layernorm_zero_centered_gamma
 
 
 class TorchNorm:
-    """Makes a LayerNorm or an RMSNorm, as the config says; called as Megatron calls a layer spec's norm. Under sequence
-    parallelism a rank norms its own tokens, so that it has a part of the weights' gradient: the mark on the weights has
-    ``finalize_model_grads`` add the parts up. Megatron's own wrapper refuses sequence parallelism."""
+    """Makes a LayerNorm or an RMSNorm, as the config says; called as Megatron calls a layer spec's norm.
+
+    Under sequence parallelism a rank norms its own tokens, so that it has a part of the weights' gradient: the mark on
+    the weights has ``finalize_model_grads`` add the parts up. Megatron's own wrapper refuses sequence parallelism.
+    """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
         kind = config.normalization, config.layernorm_zero_centered_gamma
