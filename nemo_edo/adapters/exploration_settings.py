@@ -28,7 +28,8 @@ TESTED = {
 
 @cache
 def warn_of_untested(package: str) -> None:
-    """Warns, once, of an installed version outside the tested range; a package that is only on the path has none."""
+    """Warns, once, where the installed version of a package is outside the tested range; a package that is not
+    installed, but on the path, has no version."""
     try:
         installed = version(package)
     except PackageNotFoundError:

@@ -35,7 +35,8 @@ class EDGRPOLossFn(ClippedPGLossFn):
     """NeMo-RL's loss plus coefficient * E_old[log pi_theta - log pi_old], over the same tokens and global counts.
 
     With a coefficient of 0, NeMo-RL's loss to the last bit. Where ``use_importance_sampling_correction`` is on, the
-    term's tokens have the loss's weights. Metrics: those of ``ExplorationSettings.metrics``.
+    term's tokens have the loss's weights. Metrics: ``exploration`` (mean over tokens in nats, floored, without the
+    coefficient) and ``floor_share``.
     """
 
     def __init__(self, cfg: ClippedPGLossConfig, *args: Any, **kwargs: Any) -> None:
@@ -146,8 +147,8 @@ ONLY_GRPO = "the launcher serves scripts that use setup of nemo_rl.algorithms.gr
 
 
 def main(arguments: list[str]) -> None:
-    """Runs one of NeMo-RL's scripts, with its arguments, after ``install``. Exits with a message without a script whose
-    loss it can replace."""
+    """Runs one of NeMo-RL's scripts, with its arguments, after ``install``. Exits with a message without a script, and
+    for one whose loss the launcher cannot replace."""
     if not arguments:
         sys.exit("usage: python -m nemo_edo.adapters.nemo_rl examples/run_grpo.py [its arguments]")
     # A script whose loss cannot be replaced is refused before it loads anything, by what it imports: the single

@@ -33,7 +33,8 @@ def ed_grpo(
         ``loss_weights``, as in the default loss. With a coefficient of 0 the loss is the default to the last bit.
     default_loss: settings of ``DefaultLossConfig``, which a custom loss takes out of the config.
     Warns, once, that the term needs samples older than the weights: the schedule is not to be seen from here.
-    Metrics: the default's and those of ``ExplorationSettings.metrics``; prime-rl averages them over sequences.
+    Metrics: the default's, ``exploration`` (mean over tokens, in nats, floored, without the coefficient), and
+    ``floor_share``; prime-rl averages them over sequences.
     """
     warn_of_untested("prime-rl")
     exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)

@@ -27,7 +27,8 @@ def ed_grpo_loss(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     ctx.params, from ``algorithm.loss_params``: exploration_coefficient, log_ratio_floor (``ExplorationSettings``; the
     second may be absent), and base_loss, the name of a loss of rLLM's, ``ppo_clip`` by default; its own settings stand
     beside them. Tensors are [B, T], or [T] where the backend gives one response at a time.
-    Metrics: the base loss's and those of ``ExplorationSettings.metrics``.
+    Metrics: the base loss's, ``exploration`` (mean over tokens, in nats, floored, without the coefficient) and
+    ``floor_share``.
     Raises ValueError for a missing coefficient and a base loss that is this one or unknown.
     """
     warn_of_untested("rllm")

@@ -74,7 +74,8 @@ class EDGRPOPolicyLoss:
         """The base loss with the term; with a coefficient of 0, the base loss to the last bit.
 
         Tensors are [B, T] over response tokens. SkyRL's off-policy correction weights and masks the term as it does the
-        base loss. Metrics: the base loss's and those of ``ExplorationSettings.metrics``, over the micro-batch.
+        base loss. Metrics: the base loss's, ``exploration`` (mean over the micro-batch's tokens, in nats, floored,
+        without the coefficient) and ``floor_share``.
         """
         loss, metrics = PolicyLossRegistry.get(self.base_loss)(
             log_probs,

@@ -144,7 +144,8 @@ class EDGRPOTrainer(_Exploring, GRPOTrainer):
 
     The term is reduced as ``args.loss_type`` says. With vLLM's importance sampling correction its tokens have TRL's
     weights; entropy and off-policy masks, which TRL applies to the surrogate alone, leave it as it is. Logged with
-    TRL's metrics, over the completion tokens of all processes: those of ``ExplorationSettings.metrics``.
+    TRL's metrics, as means over the completion tokens of all processes: ``exploration`` (nats, floored, without the
+    coefficient) and ``floor_share``.
     """
 
     _name, _paper, _tag_names = "ED-GRPO", PAPER, [*GRPOTrainer._tag_names, "ed-grpo"]

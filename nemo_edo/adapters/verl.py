@@ -76,7 +76,8 @@ def ed_grpo_policy_loss(
     """The base loss plus the weighted term; with a coefficient of 0, the base loss to the last bit.
 
     Tensors are [B, T] over response tokens. verl's rollout correction weights the term as it weights the base loss.
-    Metrics: the base loss's and ``actor/`` those of ``ExplorationSettings.metrics``, over the micro-batch.
+    Metrics: the base loss's, ``actor/exploration`` (mean over the micro-batch's tokens, in nats, floored, without the
+    coefficient) and ``actor/floor_share``.
     """
     assert config is not None, "verl calls its policy losses with the actor's config"
     settings = _settings(config)

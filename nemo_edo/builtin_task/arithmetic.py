@@ -57,14 +57,17 @@ class Mistakes:
 
 
 def make_problems(config: ArithmeticConfig, folder: Path) -> dict[str, list[Problem]]:
-    """The problems of warmup, train and test, with solutions; config alone fixes them. folder: the files', for errors.
+    """The problems of warmup, train and test, with solutions; config alone fixes them. folder: where their files are
+    or will be, for messages.
 
     Operands are integers from 0 to ``max_operand``. No question occurs twice, and no test question is a permutation
     of another one or of a train or warm-up question. Answers of train and test are right. In warm-up solutions, a
     step that adds a weak fact is right with probability ``weak_fact_accuracy`` and otherwise gives the fact's fixed
     wrong sum; any other is right with probability 1 - ``step_noise`` and otherwise gives a random wrong one. Later
-    steps use the wrong result, and the final answer agrees with the chain. Raises UserError (a ValueError) if there are
-    not enough questions for the sizes asked."""
+    steps use the wrong result, and the final answer agrees with the chain.
+
+    Raises UserError (a ValueError) if there are not enough questions for the sizes asked.
+    """
     rng = random.Random(f"arithmetic solutions {config.seed}")
     mistakes = Mistakes("arithmetic", config.seed, config.weak_fact_share, config.weak_fact_accuracy, config.step_noise)
 

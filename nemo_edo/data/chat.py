@@ -50,6 +50,14 @@ class ChatTemplate:
         own = self.system_prompt is None or any(message["role"] == "system" for message in chat)
         return [*([] if own else [{"role": "system", "content": self.system_prompt}]), *chat]
 
+    def check(self, given: Mapping[str, Any]) -> None:
+        """Raises UserError for a variable among ``given`` that the template does not have."""
+        names = self._run([])[0]
+        for name in given:
+            if name not in names:
+                has = did_you_mean(name, names) or f" (it reads {', '.join(names)})"
+                raise UserError(f"data.chat_template_kwargs has {name!r}, which {self.name} does not read{has}")
+
     def render(self, chats: Sequence[Sequence[Message]], *, closed: Collection[int] = ()) -> list[str | Unrendered]:
         """The text of each chat, or why it has none. closed: places of those without a beginning of the model's turn.
         Raises UserError for a template that Jinja cannot read."""
@@ -181,10 +189,8 @@ def chat_template(
     else:
         return None
     made = ChatTemplate(text, name, {**tokenizer.special_tokens_map, **variables}, system_prompt, now)
-    names = made._run([])[0] if variables else []
-    if wrong := next((one for one in variables if one not in names), None):
-        has = did_you_mean(wrong, names) or f" (it reads {', '.join(names)})"
-        raise UserError(f"data.chat_template_kwargs has {wrong!r}, which {name} does not read{has}")
+    if variables:
+        made.check(variables)
     return made
 
 

@@ -195,7 +195,8 @@ def write_files(source: Path, out: Path, config: Any, dtype: str) -> None:
 
 
 def _both_versions(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """A config.json that versions 4 and 5 of transformers read alike: version 5's fields, and others that agree."""
+    """The fields of a config.json that versions 4 and 5 of transformers read alike: version 5's, and those of the
+    source and under other names that say the same."""
     now = {name: value for name, value in config.to_dict().items() if not name.startswith("_")}
     aliases = {alias: now[name] for alias, name in config.attribute_map.items() if name in now}
     same = {name: value for name, value in source.items() if getattr(config, name, None) == value}
@@ -214,7 +215,8 @@ def _both_versions(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Gives a folder's content the modes of new files: safetensors lets only the owner read, and copies keep theirs."""
+    """Gives what is in the folder the modes that new files and folders get: safetensors lets nobody but the owner read,
+    and a copied folder has its source's."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):

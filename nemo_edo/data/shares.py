@@ -189,7 +189,8 @@ def plan_micro_batches(
 def _packs(lengths: Sequence[int], ranks: int, tokens: int, unit: int, prompts: Prompts) -> list[list[list[int]]]:
     """Packs of at most ``tokens`` tokens, split over the ranks: for each rank its packs' rows. Neither two packs nor
     two ranks differ by more tokens than the longest piece has: a unit, or units that share a prompt. Each piece, the
-    longest first, goes to the pack with the fewest tokens (Graham's rule), with as few packs as it takes."""
+    longest first, goes to the pack with the fewest tokens (Graham's rule for equal loads): first with as few packs as
+    could do, then with as many more as it takes."""
     longest = max((sum(lengths[start : start + unit]) for start in range(0, len(lengths), unit)), default=0)
     if longest > tokens:
         raise ValueError(f"{unit} rows of {longest} tokens together exceed the {tokens} tokens of a pack")

@@ -98,7 +98,8 @@ def margins(network: PreTrainedModel, features_ND: Tensor) -> Tensor:
 
 
 def own_class(config: PretrainedConfig, where: str) -> type[PreTrainedModel]:
-    """The class of a reward model with this config. Raises UserError where its head is not a single linear layer."""
+    """The class of a reward model with this config. Raises UserError for a model type without one, and for one whose
+    head is not a single linear layer."""
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if kind is None:
         raise UserError(

@@ -305,7 +305,8 @@ class Judge:
         return NO_VERDICT
 
     async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Reply:
-        """Raises Fault where a retry may succeed, _Refused where it cannot, ServerError where no request can."""
+        """Raises Fault where another attempt may succeed, _Refused where this request cannot, ServerError where no
+        request can, as where another model answers."""
         settings, now = self.settings, asyncio.get_running_loop().time
         while (left := self._not_before - now()) > 0:
             await asyncio.sleep(left)

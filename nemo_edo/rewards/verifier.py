@@ -2,7 +2,8 @@
 
 Votes compare strings, so each answer gets a canonical form (``equivalence.canonical``), which depends neither on the
 problem's answer, which a vote at test time does not know, nor on other answers: comparing those pairwise would take n^2
-comparisons and is not transitive. Its price: answers that only an identity beyond expansion makes equal count as two.
+comparisons and is not transitive. Its price: two answers that only an identity beyond expansion makes equal count as
+two.
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ class MathVerifier:
         return found
 
     def verifiable(self, path: Path, loaded: LoadedProblems, on_bad_rows: str) -> LoadedProblems:
-        """A file's problems whose answers can be verified; others are bad rows. Raises as ``load_problems`` does."""
+        """A file's problems whose own answers can be verified; the others are bad rows: an error, or skipped. Raises
+        ProblemFileError as ``load_problems`` does."""
         problems = loaded.problems
         asked = list(dict.fromkeys(
             p.answer for p in problems

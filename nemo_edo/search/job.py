@@ -45,7 +45,8 @@ MEASURED = ("finished", "tokens", "response_tokens", "score", "nodes", "samples"
 
 def search(opened: StoredRun, arm: str | None) -> list[str]:
     """Searches a run's test problems with the policy of an arm, and keeps the results in RUN/search/ARM/NAME, with
-    those of an earlier, killed command. Returns what there is to print. Raises UserError before weights are read."""
+    those of an earlier, killed command. Returns what there is to print. Raises UserError for whatever would stop it
+    later, before any weights are read."""
     cfg, folder = opened.cfg, opened.folder
     arms = list(arm_configs(cfg))
     own = [name for name in arms if name != REPLICATE]
@@ -194,7 +195,8 @@ def _search_part(
 def _conclude(
     cfg: RunConfig, folder: RunFolder, arm: str, store: SearchStore, records: Sequence[SearchRecord], seed: int
 ) -> list[str]:
-    """Writes the results, their means and a finished run's report. The accuracy leaves out a judge's abstentions."""
+    """Writes the results, their means and, for a run that is finished, its report. Problems on whose answers a judge
+    abstained do not count in the accuracy."""
     store.write(records)
     ones = np.ones(len(records))
     with_verdict = np.array([float(not record.reason.startswith(ABSTAINED)) for record in records])
