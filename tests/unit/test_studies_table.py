@@ -70,11 +70,12 @@ def test_the_primary_question_is_answered_by_blocks_and_has_the_power_of_the_clo
     assert {task: len(of_task) for task, of_task in found.items()} == {"t": 9, "u": 8}
     values = [[primary_question.difference(block) for block in of_task] for of_task in found.values()]
     # seed / 200 below 0.1: means of 0.08 and 0.0825, of 9 and 8 seeds
-    result = primary_question.estimate(values)
+    result = primary_question.estimate(values, [0.5, 0.5])
     assert result.mean == pytest.approx(0.08125)
     assert result.error == pytest.approx(0.0031458, rel=1e-3)  # variances of 7.5 and 6 / 200 / 200, of 9 and 8 seeds
     assert result.verdict == (True, False, False)
-    assert primary_question.permutation_p(found, np.random.default_rng(1)) < 0.001
+    assert primary_question.permutation_p(found, {"t": 0.5, "u": 0.5}, np.random.default_rng(1)) < 0.001
+    assert primary_question.estimate(values, [1, 0]).mean == pytest.approx(0.08)
     # error = 0.02 sqrt((1 / 3 + 1 / 2) / 40): 0.00289, so that 0.009 is 3.1 errors from 0
     gains, losses, _ = primary_question.power([0.02] * 4, 10, 0.009, varies=0.0, shared=0.0, doses=3, studies=500)
     assert gains == pytest.approx(0.86, abs=0.05) and losses == 0

@@ -4,9 +4,11 @@
     python tools/docs/primary_question.py --power    # the probability of each answer, simulated from the pilots
 
 A block is a task and a seed. Its value is the mean vote@10 of the trainings with the paper's form, one for each dose,
-minus that of the two trainings with plain GRPO, at temperature 1. The estimate is the mean over tasks of the means over
-their seeds; its standard error is from the seeds' spread within each task, so that tasks may differ in level and in
-effect. That is the mixed model with blocks as random effects, for the tasks at hand.
+minus that of the two trainings with plain GRPO, at temperature 1. The estimate is the weighted mean over tasks of the
+means over their seeds. A task's weight is in inverse proportion to the standard deviation of its pilots' votes, and so
+fixed before the study's first run: a task where two trainings lie far apart tells less. The standard error is from the
+seeds' spread within each task, so that tasks may differ in level and in effect. That is the mixed model with blocks as
+random effects, for the tasks at hand.
 """
 
 from __future__ import annotations
@@ -30,8 +32,11 @@ from nemo_edo.experiments.study_table import Row, last_rows, read_rows
 ROOT = Path(__file__).parents[2]
 PILOTS = ROOT / "docs" / "studies" / "pilots.csv"
 FORM, CONTROLS = "ed_grpo", ("grpo", "replicate")
+DOSES = 3
 SMALL = 0.01
 """A change in votes below this is no change worth having."""
+PILOTED = {"chain": ("chain_18", 72), "lcm": ("lcm_24", 72), "residues": ("residues_21", 72), "sums": ("sums_11", 60)}
+"""Each task's pilots by their name in the table, and the iterations after which the study ends."""
 PAPERS = 0.015
 """Within the paper's gains, 0.008 to 0.017."""
 VARIES = 0.01
@@ -72,26 +77,31 @@ def blocks(rows: Iterable[Row], doses: int) -> dict[str, list[Block]]:
     return found
 
 
-def estimate(values: Sequence[Sequence[float]]) -> Estimate:
-    """values: of each task's blocks, two at least. Satterthwaite's degrees of freedom."""
-    squares = np.array([np.var(of_task, ddof=1) / len(of_task) for of_task in values])
+def estimate(values: Sequence[Sequence[float]], weights: Sequence[float]) -> Estimate:
+    """values: of each task's blocks, two at least. weights: of the tasks, with a sum of 1. Satterthwaite's degrees of
+    freedom."""
+    weighted = list(zip(weights, values, strict=True))
+    squares = np.array([weight**2 * np.var(of_task, ddof=1) / len(of_task) for weight, of_task in weighted])
     degrees = squares.sum() ** 2 / (squares**2 / [len(of_task) - 1 for of_task in values]).sum()
-    return Estimate(fmean(map(fmean, values)), float(np.sqrt(squares.sum())) / len(values), float(degrees))
+    mean = sum(weight * fmean(of_task) for weight, of_task in weighted)
+    return Estimate(float(mean), float(np.sqrt(squares.sum())), float(degrees))
 
 
 def difference(block: Block) -> float:
     return fmean(block[0]) - fmean(block[1])
 
 
-def permutation_p(found: Mapping[str, Sequence[Block]], rng: np.random.Generator) -> float:
+def permutation_p(
+    found: Mapping[str, Sequence[Block]], weights: Mapping[str, float], rng: np.random.Generator
+) -> float:
     """Two-sided, with the trainings of each block in random order: exact where the form changes nothing."""
-    seen = abs(fmean(fmean(map(difference, of_task)) for of_task in found.values()))
+    seen = abs(sum(weights[task] * fmean(map(difference, of_task)) for task, of_task in found.items()))
     drawn = np.zeros(PERMUTATIONS)
-    for of_task in found.values():
+    for task, of_task in found.items():
         for form, controls in of_task:
             shuffled = rng.permuted(np.tile([*form, *controls], (PERMUTATIONS, 1)), axis=1)
             apart = shuffled[:, : len(form)].mean(axis=1) - shuffled[:, len(form) :].mean(axis=1)
-            drawn += apart / len(of_task) / len(found)
+            drawn += weights[task] * apart / len(of_task)
     return float((np.sum(np.abs(drawn) >= seen - 1e-12) + 1) / (PERMUTATIONS + 1))
 
 
@@ -100,8 +110,10 @@ def answer(study: Study) -> str:
     left = len(study.unfinished())
     if left:
         return f"In progress: {len(study.cells) - left} of {len(study.cells)} cells; no verdict before the last."
-    found = blocks(read_rows(ROOT / study.table), len(study.arms[FORM].doses))
-    result = estimate([[difference(block) for block in of_task] for of_task in found.values()])
+    found = blocks(read_rows(ROOT / study.table), DOSES)
+    weights = task_weights(pilot_spreads(read_rows(PILOTS)))
+    values = {task: [difference(block) for block in of_task] for task, of_task in found.items()}
+    result = estimate([*values.values()], [weights[task] for task in values])
     (low, high), (least, most) = result.interval(0.95), result.interval(0.90)
     better, worse, equal = result.verdict
     shown = [text for holds, text in ((better, "it raises votes"), (worse, "it lowers votes"),
@@ -109,18 +121,29 @@ def answer(study: Study) -> str:
     head = f"Shown: {' and '.join(shown)}" if shown else f"Neither a change nor one of less than {SMALL:g} is shown"
     return (
         f"{head}. Votes change by {result.mean:+.4f}, 95 % interval [{low:+.4f}, {high:+.4f}], 90 % interval "
-        f"[{least:+.4f}, {most:+.4f}], permutation p = {permutation_p(found, np.random.default_rng(0)):.4f}."
+        f"[{least:+.4f}, {most:+.4f}], permutation p = {permutation_p(found, weights, np.random.default_rng(0)):.4f}."
     )
 
 
-def training_spread(rows: Iterable[Row], tasks: Sequence[str]) -> dict[str, list[float]]:
-    """GRPO minus its replicate, by task: their standard deviation is sqrt(2) times that of one training's votes."""
-    found: dict[str, list[float]] = {task: [] for task in tasks}
-    votes = {(task, arm, seed): float(row["vote"]) for (task, arm, _, seed), row in last_rows(rows, "1").items()}
-    for (task, arm, seed), vote in votes.items():
-        if arm == CONTROLS[0] and task in found and (task, CONTROLS[1], seed) in votes:
-            found[task].append(vote - votes[task, CONTROLS[1], seed])
+def pilot_votes(rows: Iterable[Row]) -> dict[str, list[float]]:
+    """The votes of each task's pilots, trainings with plain GRPO from one start, where the study's trainings end."""
+    found: dict[str, list[float]] = {task: [] for task in PILOTED}
+    for row in rows:
+        for task, (pilot, iterations) in PILOTED.items():
+            at_the_end = (row["task"], row["iteration"], row["temperature"]) == (pilot, str(iterations), "1")
+            if at_the_end and row["arm"] in CONTROLS:
+                found[task].append(float(row["vote"]))
     return found
+
+
+def pilot_spreads(rows: Iterable[Row]) -> dict[str, float]:
+    """Each task's standard deviation of the votes of its pilots."""
+    return {task: float(np.std(votes, ddof=1)) for task, votes in pilot_votes(rows).items()}
+
+
+def task_weights(spreads: Mapping[str, float]) -> dict[str, float]:
+    total = sum(1 / spread for spread in spreads.values())
+    return {task: 1 / spread / total for task, spread in spreads.items()}
 
 
 def power(spreads: Sequence[float], seeds: int, gain: float, *, varies: float, shared: float, doses: int,
@@ -131,37 +154,39 @@ def power(spreads: Sequence[float], seeds: int, gain: float, *, varies: float, s
     it differs by the same. shared: the correlation of the doses' votes within a block.
     """
     rng, counts = np.random.default_rng(0), np.zeros(3)
+    weights = [*task_weights(dict(enumerate(map(float, spreads)))).values()]
     for _ in range(studies):
         by_task = rng.normal(0, varies, len(spreads))
-        by_task += gain - by_task.mean()
+        by_task += gain - by_task @ weights
         values = []
         for spread, effect in zip(spreads, by_task, strict=True):
             common = np.sqrt(shared) * rng.normal(0, spread, (seeds, 1))
             form = common + np.sqrt(1 - shared) * rng.normal(0, spread, (seeds, doses))
             controls = rng.normal(0, spread, (seeds, len(CONTROLS)))
             values.append(form.mean(axis=1) - controls.mean(axis=1) + rng.normal(effect, varies, seeds))
-        counts += estimate(values).verdict
+        counts += estimate(values, weights).verdict
     return tuple(counts / studies)
 
 
-def power_table(study: Study) -> str:
-    """The spread of each task in the pilots, and what the study would show with so many seeds and the pooled spread."""
-    apart = training_spread(read_rows(PILOTS), list(study.tasks))
-    spreads = {task: float(np.sqrt(np.mean(np.square(values)) / 2)) for task, values in apart.items()}
-    pooled = float(np.sqrt(np.mean(np.square([value for values in apart.values() for value in values])) / 2))
-    each = [[task, str(len(apart[task])), f"{spread:.4f}"] for task, spread in spreads.items()]
+def power_table() -> str:
+    """The spread of each task's pilots, and what the study would show with so many seeds."""
+    pilots = read_rows(PILOTS)
+    votes, spreads = pilot_votes(pilots), pilot_spreads(pilots)
+    weights = task_weights(spreads)
+    each = [
+        [task, *map(str, PILOTED[task]), str(len(votes[task])), f"{spreads[task]:.4f}", f"{weights[task]:.2f}"]
+        for task in PILOTED
+    ]
     lines = []
-    for seeds, shared in product(sorted({*range(4, 21, 4), len(study.seeds)}), (0.0, 0.3)):
-        settings = {"varies": VARIES, "shared": shared, "doses": len(study.arms[FORM].doses)}
-        gain, none = (power([pooled] * len(spreads), seeds, true, **settings) for true in (PAPERS, 0.0))
+    for seeds, shared in product(range(8, 33, 4), (0.0, 0.3)):
+        settings = {"varies": VARIES, "shared": shared, "doses": DOSES}
+        gain, none = (power([*spreads.values()], seeds, true, **settings) for true in (PAPERS, 0.0))
         values = (gain[0], none[2], none[0] + none[1])
         lines.append([str(seeds), f"{shared:g}", *(f"{value:.3f}" for value in values)])
     shown = [f"a gain, of {PAPERS:g}", f"less than {SMALL:g}, of 0", "a change, of 0"]
     return "\n\n".join(
         [
-            markdown(
-                ["task", "pairs", "standard deviation of a training's votes"], [*each, ["pooled", "", f"{pooled:.4f}"]]
-            ),
+            markdown(["task", "pilot", "iterations", "trainings", "standard deviation of their votes", "weight"], each),
             markdown(["seeds", "correlation of doses", *shown], lines),
         ]
     )
@@ -170,5 +195,7 @@ def power_table(study: Study) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--power", action="store_true")
-    wanted = read_study(shipped_config_dir() / "studies" / "collapse.yaml")
-    sys.stdout.write((power_table if parser.parse_args().power else answer)(wanted) + "\n")
+    if parser.parse_args().power:
+        sys.stdout.write(power_table() + "\n")
+    else:
+        sys.stdout.write(answer(read_study(shipped_config_dir() / "studies" / "collapse.yaml")) + "\n")
