@@ -176,6 +176,7 @@ def test_mistake_in_a_file_names_the_key_with_the_file_and_line_that_set_it(tmp_
 def test_a_mistake_is_placed_on_the_command_line_that_overrides_a_file_or_in_a_file_by_its_relative_path(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert "(conf/arm/pass4.yaml:2)" in message_of("quickstart", ["arms=pass4", "sampling.samples_per_prompt=4"])
+    assert message_of("quickstart", ["+cluster.environment={1a: x}"]).startswith("cluster.environment is '1a'")
     write_configs(tmp_path, mine=BASE, data__own="arithmetic: {seed: 1}\n")
     assert message_of("mine", ["data.arithmetic.seed=x"], tmp_path).endswith("(command line: data.arithmetic.seed=x)")
     write_configs(tmp_path, data__own="seeed: 1\n")
