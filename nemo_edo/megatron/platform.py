@@ -23,7 +23,7 @@ from nemo_edo.megatron.splits import check_world
 from nemo_edo.utils.processes import end_with_torchrun
 
 NEVER_USED = ("wandb", "sklearn")
-"""What megatron-core and transformers import where they are installed, at 2 CPU seconds for every process."""
+"""Packages that megatron-core and transformers import where they are installed, at 2 CPU seconds for every process."""
 
 _entered: torch.device | None = None
 

@@ -1,4 +1,4 @@
-"""What answers on a machine without CUDA where megatron-core 0.19 and Megatron-Bridge 0.6 assume it. Each adaptation
+"""Adaptations of megatron-core 0.19 and Megatron-Bridge 0.6 to a machine without CUDA, which they assume. Each one
 replaces functions of torch or of Megatron in this process; its docstring says what fails without it, as tried."""
 
 from __future__ import annotations
