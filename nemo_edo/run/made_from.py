@@ -71,7 +71,8 @@ class MadeFrom:
             elif self._checksum(path) != noted[file][0]:
                 yield f"{path} has other content than"
         if missing := sorted(noted.keys() - by_name.keys()):
-            yield f"{', '.join(missing)} is missing, which was there"
+            folder = next((str(path).removesuffix(file) for file, path in by_name.items()), "")
+            yield f"{', '.join(folder + file for file in missing)} is missing, which was there"
 
     def _checksum(self, path: Path) -> str:
         if path not in self._checksums:

@@ -18,7 +18,8 @@ def cfg(tmp_path: Path, monkeypatch):
     """A config whose inputs are in the working directory."""
     monkeypatch.chdir(tmp_path)
     for name in ("train.jsonl", "test.jsonl", "warm.jsonl", "template.jinja", "model/model.safetensors",
-                 "model/config.json", "model/README.md", "given/grpo/iter_00000/rank_0_of_1.parquet"):
+                 "model/config.json", "model/README.md", "given/grpo/iter_00000/rank_0_of_2.parquet",
+                 "given/grpo/iter_00000/rank_1_of_2.parquet"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"of {name}")
@@ -44,7 +45,7 @@ def of(cfg, noted, harmless=()) -> MadeFrom:
     ("template.jinja", "data.chat_template"), ("model/model.safetensors", "model.path"),
     ("model/config.json", "model.path"), ("rewarding/rule.py", "rewards.function"), ("far.py", "rewards.function"),
     ("rewarding/deep.py", "rewards.function"), ("credit.py", "arms.grpo.advantage"),
-    ("given/grpo/iter_00000/rank_0_of_1.parquet", "train.rollouts"),
+    ("given/grpo/iter_00000/rank_1_of_2.parquet", "train.rollouts"),
 ])  # fmt: skip
 def test_a_changed_or_missing_file_stops_the_run_unless_its_setting_is_allowed(cfg, capsys, file: str, setting: str):
     began = of(cfg, {})
@@ -62,8 +63,10 @@ def test_a_changed_or_missing_file_stops_the_run_unless_its_setting_is_allowed(c
     cfg.allow_changed = []
     assert of(cfg, resumed.notes()).changed == []
     noted = resumed.notes()
+    cfg.model.path = os.path.abspath("model")  # a whole path, from wherever it is read
+    path = os.path.abspath(file) if setting == "model.path" else file
     Path(file).unlink()
-    with pytest.raises(UserError, match=rf"{setting}: .*{Path(file).name} .*is missing"):
+    with pytest.raises(UserError, match=rf"{setting}: .*{path} .*is missing"):
         of(cfg, noted)
 
 
