@@ -1,4 +1,4 @@
-"""What each task of a job runs: a node's trainer processes, one of them, or a node's servers; and the end of a sweep.
+"""The tasks of a job: a node's trainer processes, one of them, or a node's servers; and the end of a sweep.
 
     python -m nemo_edo.cluster.task MEMBER.json torchrun 8 [NODE,NODE SECONDS]
     python -m nemo_edo.cluster.task MEMBER.json serve

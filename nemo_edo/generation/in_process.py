@@ -19,7 +19,7 @@ class InProcessSync:
 
 
 class ServedModel:
-    """Stands in for a model behind servers that is only evaluated: it has no log-probabilities but its responses'."""
+    """A model that only servers have: it is evaluated, and has no log-probabilities but those of its responses."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self.engine = engine

@@ -179,7 +179,7 @@ def context_share(tensor: Tensor, order: Tensor | None) -> Tensor:
 
 def gather_context(tensor: Tensor, order: Tensor | None) -> Tensor:
     """[r, s * C, ...] from every context-parallel rank's share [r, s, ...], the inverse of ``context_share``. All ranks
-    compute the same loss from it; a rank's gradient is that of its own share, and Megatron adds up the weights'."""
+    compute the same loss from it; a rank's gradient is that of its share, and Megatron sums the ranks' gradients."""
     return tensor if order is None else _GatherContext.apply(tensor, order)
 
 
