@@ -77,5 +77,6 @@ def test_the_primary_question_is_answered_by_blocks_and_has_the_power_of_the_clo
     assert primary_question.permutation_p(found, {"t": 0.5, "u": 0.5}, np.random.default_rng(1)) < 0.001
     assert primary_question.estimate(values, [1, 0]).mean == pytest.approx(0.08)
     # error = 0.02 sqrt((1 / 3 + 1 / 2) / 40): 0.00289, so that 0.009 is 3.1 errors from 0
-    gains, losses, _ = primary_question.power([0.02] * 4, 10, 0.009, varies=0.0, shared=0.0, doses=3, studies=500)
+    spreads = dict.fromkeys("abcd", 0.02)
+    gains, losses, _ = primary_question.power(spreads, 10, 0.009, varies=0.0, shared=0.0, doses=3, studies=500)
     assert gains == pytest.approx(0.86, abs=0.05) and losses == 0

@@ -5,10 +5,10 @@
 
 A block is a task and a seed. Its value is the mean vote@10 of the trainings with the paper's form, one for each dose,
 minus that of the two trainings with plain GRPO, at temperature 1. The estimate is the weighted mean over tasks of the
-means over their seeds. A task's weight is in inverse proportion to the standard deviation of its pilots' votes, and so
-fixed before the study's first run: a task where two trainings lie far apart tells less. The standard error is from the
-seeds' spread within each task, so that tasks may differ in level and in effect. That is the mixed model with blocks as
-random effects, for the tasks at hand.
+means over their seeds. A task's weight is in inverse proportion to the standard deviation of its pilots' votes
+(``pilot_spreads``), and so fixed before the study's first run: a task where two trainings lie far apart tells less. The
+standard error is from the seeds' spread within each task, so that tasks may differ in level and in effect. That is the
+mixed model with blocks as random effects, for the tasks at hand.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FORM, CONTROLS = "ed_grpo", ("grpo", "replicate")
 DOSES = 3
 SMALL = 0.01
 """A change in votes below this is no change worth having."""
-PILOTED = {"chain": ("chain_18", 72), "lcm": ("lcm_24", 72), "residues": ("residues_21", 72), "sums": ("sums_11", 60)}
+PILOTED = {"chain": ("chain_20", 66), "lcm": ("lcm_30", 34), "residues": ("residues_28", 90), "sums": ("sums_20", 60)}
 """Each task's pilots by their name in the table, and the iterations after which the study ends."""
 PAPERS = 0.015
 """Within the paper's gains, 0.008 to 0.017."""
@@ -137,8 +137,11 @@ def pilot_votes(rows: Iterable[Row]) -> dict[str, list[float]]:
 
 
 def pilot_spreads(rows: Iterable[Row]) -> dict[str, float]:
-    """Each task's standard deviation of the votes of its pilots."""
-    return {task: float(np.std(votes, ddof=1)) for task, votes in pilot_votes(rows).items()}
+    """Each task's standard deviation of one training's votes: the root of the mean of its pilots' variance and the
+    tasks' mean variance, as four trainings alone may lie close together by chance."""
+    variances = {task: float(np.var(votes, ddof=1)) for task, votes in pilot_votes(rows).items()}
+    shared = fmean(variances.values())
+    return {task: ((own + shared) / 2) ** 0.5 for task, own in variances.items()}
 
 
 def task_weights(spreads: Mapping[str, float]) -> dict[str, float]:
@@ -146,20 +149,20 @@ def task_weights(spreads: Mapping[str, float]) -> dict[str, float]:
     return {task: 1 / spread / total for task, spread in spreads.items()}
 
 
-def power(spreads: Sequence[float], seeds: int, gain: float, *, varies: float, shared: float, doses: int,
+def power(spreads: Mapping[str, float], seeds: int, gain: float, *, varies: float, shared: float, doses: int,
           studies: int = 2000) -> tuple[float, float, float]:  # fmt: skip
     """The shares of simulated studies with each verdict.
 
-    spreads: standard deviation of a training's votes, for each task. varies: of the true effect, over seeds; over tasks
+    spreads: standard deviation of a training's votes, by task. varies: of the true effect, over seeds; over tasks
     it differs by the same. shared: the correlation of the doses' votes within a block.
     """
     rng, counts = np.random.default_rng(0), np.zeros(3)
-    weights = [*task_weights(dict(enumerate(map(float, spreads)))).values()]
+    weights = [*task_weights(spreads).values()]
     for _ in range(studies):
         by_task = rng.normal(0, varies, len(spreads))
         by_task += gain - by_task @ weights
         values = []
-        for spread, effect in zip(spreads, by_task, strict=True):
+        for spread, effect in zip(spreads.values(), by_task, strict=True):
             common = np.sqrt(shared) * rng.normal(0, spread, (seeds, 1))
             form = common + np.sqrt(1 - shared) * rng.normal(0, spread, (seeds, doses))
             controls = rng.normal(0, spread, (seeds, len(CONTROLS)))
@@ -180,7 +183,7 @@ def power_table() -> str:
     lines = []
     for seeds, shared in product(range(8, 33, 4), (0.0, 0.3)):
         settings = {"varies": VARIES, "shared": shared, "doses": DOSES}
-        gain, none = (power([*spreads.values()], seeds, true, **settings) for true in (PAPERS, 0.0))
+        gain, none = (power(spreads, seeds, true, **settings) for true in (PAPERS, 0.0))
         values = (gain[0], none[2], none[0] + none[1])
         lines.append([str(seeds), f"{shared:g}", *(f"{value:.3f}" for value in values)])
     shown = [f"a gain, of {PAPERS:g}", f"less than {SMALL:g}, of 0", "a change, of 0"]
