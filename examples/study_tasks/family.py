@@ -4,6 +4,7 @@ A task gives one problem after another: a question, a worked solution, the same 
 answer. The model of ``model.architecture`` gets a tokenizer of the words that the problems hold.
 
     residues   sums modulo 17, merged two at a time in any order; weak facts make greedy answers wrong
+    products   products modulo 17 of residues other than 0, in the same way
     change     pay an amount with given coins: many different solutions are right
     chain      reasoning-gym's chain_sum, from left to right
     gcd        reasoning-gym's gcd, by Euclid's algorithm
@@ -26,7 +27,9 @@ from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.wording import did_you_mean
 
-TASKS = {"residues": "residues", "change": "change"} | dict.fromkeys(("chain", "gcd", "lcm", "legs"), "worked")
+TASKS = {"residues": "residues", "products": "residues", "change": "change"} | dict.fromkeys(
+    ("chain", "gcd", "lcm", "legs"), "worked"
+)
 """Where each task is: a function of its name, in a module of this package."""
 ATTEMPTS_PER_PROBLEM = 20
 """Items that are looked at for each problem, at most: small tasks repeat themselves."""
