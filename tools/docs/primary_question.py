@@ -35,7 +35,7 @@ FORM, CONTROLS = "ed_grpo", ("grpo", "replicate")
 DOSES = 3
 SMALL = 0.01
 """A change in votes below this is no change worth having."""
-PILOTED = {"chain": ("chain_20", 66), "lcm": ("lcm_30", 34), "residues": ("residues_28", 90), "sums": ("sums_20", 60)}
+PILOTED = {"chain": ("chain_20", 66), "lcm": ("lcm_34", 32), "residues": ("residues_28", 90), "sums": ("sums_21", 52)}
 """Each task's pilots by their name in the table, and the iterations after which the study ends."""
 PAPERS = 0.015
 """Within the paper's gains, 0.008 to 0.017."""

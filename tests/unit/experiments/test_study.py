@@ -111,7 +111,9 @@ def test_shipped_studies_give_baselines_as_many_tries_as_any_arm_and_compose(pat
     each_once = {name: replace(arm, doses=arm.doses[:1]) for name, arm in study.arms.items()}
     replace(study, seeds=study.seeds[:1], arms=each_once).check()
     tries = {name: len(arm.doses) for name, arm in study.arms.items() if arm.doses}
-    assert study.table.parent == Path("docs/studies") and len(set(tries.values())) <= 1
+    assert study.table.parent == Path("docs/studies")
+    if study.name != "collapse":  # its one question is about the mean over all doses: none is chosen
+        assert len(set(tries.values())) <= 1
 
 
 def test_a_finished_cell_is_one_that_the_table_has_whatever_folders_there_are(written):
