@@ -100,8 +100,8 @@ def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False, 
     _check_fits(policy, folder, with_optimizer)
     if with_optimizer:
         begin_adam(policy.optimizer)
-    check_metadata(folder)
     with plain_objects_only(folder):
+        check_metadata(folder)
         sharding = dist_checkpointing.load_content_metadata(str(folder))
         wanted = _sharded_state(policy, with_optimizer, sharding, is_loading=True)
         own, wanted = _unwritten_extra_state(wanted, folder)
@@ -130,14 +130,9 @@ def _about(folder: Path) -> dict[str, Any]:
 
 
 def _check_fits(policy: MegatronPolicy, folder: Path, with_optimizer: bool) -> None:
-    about, here = _about(folder), _architecture(policy)
-    there = about["architecture"]
-    different = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
-    if different:
-        key = different[0]
-        raise UserError(
-            f"{folder} is a checkpoint of another model: {key} is {there.get(key)!r} there and {here.get(key)!r} here"
-        )
+    about = _about(folder)
+    if different := _differences(about["architecture"], _architecture(policy)):
+        raise UserError(f"{folder} is a checkpoint of another model: {different}")
     if not with_optimizer:
         return
     there = about["optimizer"]
@@ -181,7 +176,8 @@ def _layout() -> dict[str, int]:
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
     """In words; empty: there are none."""
-    return ", ".join(f"{key} is {there[key]} there and {here[key]} here" for key in here if there[key] != here[key])
+    keys = [key for key in there | here if there.get(key) != here.get(key)]
+    return ", ".join(f"{key} is {there.get(key)} there and {here.get(key)} here" for key in keys)
 
 
 def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict, *, is_loading: bool) -> dict:

@@ -7,66 +7,52 @@ import contextlib
 import io
 import os
 import pickle
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from megatron.core.optimizer import Adam, CPUAdam
-from torch.distributed.checkpoint import CheckpointException, filesystem, metadata, planner
+from torch.distributed.checkpoint import CheckpointException
 
 from nemo_edo.errors import UserError
 
 FILE = ".metadata"
 _PLAIN = {
-    (module.__name__, name)
-    for module, names in (
-        (metadata, ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta")),
-        (metadata, ("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-        (filesystem, ("_StorageInfo",)),
-        (planner, ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
-    )
-    for name in names
+    # What the metadata of a checkpoint is made of: classes without side effects.
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch.distributed.checkpoint.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
+    "torch": " ".join(["Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))]),
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath",
+    # What Transformer Engine's layers keep: FP8's recipe, and tensors, which ``torch.load`` builds.
+    "torch._utils": "_rebuild_tensor_v2",
+    "torch.storage": "_load_from_bytes",
+    "megatron.core.safe_globals": "safe_load_from_bytes",  # which replaces it
+    "collections": "OrderedDict",
+    "megatron.core.extensions.transformer_engine": "TEDelayedScaling",
+    "transformer_engine.common.recipe": "DelayedScaling Float8CurrentScaling Float8BlockScaling MXFP8BlockScaling "
+    "NVFP4BlockScaling Format _FormatHelper MMParams QParams",
 }
-_PLAIN |= {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-_PLAIN |= {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-"""What the metadata of a checkpoint is made of: classes without side effects."""
-
-
-_SCALES = {
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch.storage", "_load_from_bytes"),
-    ("megatron.core.safe_globals", "safe_load_from_bytes"),  # which replaces it
-    ("collections", "OrderedDict"),
-    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
-}
-_SCALES |= {
-    ("transformer_engine.common.recipe", name)
-    for name in (
-        *("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"),
-        *("NVFP4BlockScaling", "Format", "_FormatHelper", "MMParams", "QParams"),
-    )
-}
-"""What Transformer Engine's layers keep: FP8's recipe, and tensors, which ``torch.load`` builds."""
+"""What may be unpickled inside ``plain_objects_only``, by module."""
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: BinaryIO, allowed: Collection[tuple[str, str]]) -> None:
-        super().__init__(file)
-        self._allowed = allowed
-
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._allowed:
+        if name in _PLAIN.get(module, "").split():
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint")
 
 
 def check_metadata(folder: Path) -> None:
-    """Raises UserError where a checkpoint's metadata would run code, or names files outside of the folder."""
+    """Raises UserError where a checkpoint's metadata would run code, or names files outside of the folder. Call it
+    inside ``plain_objects_only``."""
     path = folder / FILE
     try:
         with path.open("rb") as file:
-            read = _Unpickler(file, _PLAIN).load()
+            read = _Unpickler(file).load()
         files = {Path(place.relative_path) for place in read.storage_data.values()}
     except Exception as error:  # a damaged or forged pickle raises any type
         raise UserError(f"{path} is not loaded: {error}") from error
@@ -81,7 +67,7 @@ def check_scales(folder: Path, state: Mapping[str, Any]) -> None:
     for name, part in state.items():
         if "_extra_state" in name and isinstance(part, torch.Tensor) and part.numel():
             try:
-                _Unpickler(io.BytesIO(part.cpu().numpy().tobytes()), _SCALES).load()
+                _Unpickler(io.BytesIO(part.cpu().numpy().tobytes())).load()
             except Exception as error:  # as in check_metadata
                 raise UserError(f"{folder} is not loaded: its {name}: {error}") from error
 
