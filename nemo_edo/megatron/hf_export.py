@@ -48,17 +48,20 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
     """Writes ``model.safetensors``, or ``model-00001-of-00003.safetensors`` and so on with their index, in the order of
     the weights; one file is in memory at a time. A tensor larger than ``max_bytes`` gets a separate file. All ranks
     take the weights, which makes them gather each one; the first rank writes."""
-    writes = torch.distributed.get_rank() == 0
-    shards: dict[Path, dict[str, int]] = {}  # the sizes of each file's tensors, by name
+    writes, total = torch.distributed.get_rank() == 0, 0
+    shards: list[list[str]] = []  # the names of each file's tensors
     shard: dict[str, Tensor] = {}
 
+    def written(number: int) -> Path:  # how many there will be, and so their names, is not known
+        return out / f"shard-{number:05d}.safetensors"
+
     def write() -> None:
-        path = out / f"shard-{len(shards):05d}.safetensors"  # how many there will be, and so their names, is not known
+        path = written(len(shards))
         try:
             save_file(shard, path, metadata={"format": "pt"})
         except SafetensorError as error:
             raise UserError(f"{path} cannot be written: {error}") from error
-        shards[path] = {name: tensor.nbytes for name, tensor in shard.items()}
+        shards.append(list(shard))
         shard.clear()
 
     for name, tensor in weights:
@@ -66,19 +69,16 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
             if shard and sum(one.nbytes for one in shard.values()) + tensor.nbytes > max_bytes:
                 write()
             shard[name] = tensor.cpu().contiguous()
+            total += tensor.nbytes
     if writes:
         write()
-        names = [f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors" for number in range(len(shards))]
-        names = names if len(shards) > 1 else ["model.safetensors"]
-        for path, name in zip(shards, names, strict=True):
-            path.replace(out / name)
+        places: dict[str, str] = {}
+        for number, tensors in enumerate(shards):
+            of_all = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            final = written(number).replace(out / f"model{of_all}.safetensors")
+            places |= dict.fromkeys(tensors, final.name)
         if len(shards) > 1:
-            index = {
-                "metadata": {"total_size": sum(sum(sizes.values()) for sizes in shards.values())},
-                "weight_map": {
-                    tensor: name for path, name in zip(shards, names, strict=True) for tensor in shards[path]
-                },
-            }
+            index = {"metadata": {"total_size": total}, "weight_map": places}
             (out / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     torch.distributed.barrier()
 

@@ -54,14 +54,8 @@ def fused_kernels() -> None:
         import megatron.core.jit  # noqa: F401
 
 
-class _NoStream:
+class _NoStream(torch.cpu.Stream):
     """A CUDA stream where there is only one order of execution."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        pass
-
-    def wait_stream(self, stream) -> None:
-        pass
 
     def synchronize(self) -> None:
         pass
