@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -180,18 +181,10 @@ def context_share(tensor: Tensor, order: Tensor | None) -> Tensor:
 def gather_context(tensor: Tensor, order: Tensor | None) -> Tensor:
     """[r, s * C, ...] from every context-parallel rank's share [r, s, ...], the inverse of ``context_share``. All ranks
     compute the same loss from it; a rank's gradient is that of its share, and Megatron sums the ranks' gradients."""
-    return tensor if order is None else _GatherContext.apply(tensor, order)
-
-
-class _GatherContext(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, share: Tensor, order: Tensor) -> Tensor:
-        ctx.save_for_backward(order)
-        group = parallel_state.get_context_parallel_group()
-        shares = [torch.empty_like(share, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        torch.distributed.all_gather(shares, share.contiguous(), group=group)
-        return torch.cat(shares, dim=1).index_select(1, order.argsort())
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return context_share(gradient, *ctx.saved_tensors), None
+    if order is None:
+        return tensor
+    # Of a first dimension, here by the context-parallel group.
+    gathered = gather_from_sequence_parallel_region(
+        tensor.transpose(0, 1), tensor_parallel_output_grad=False, group=parallel_state.get_context_parallel_group()
+    )
+    return gathered.index_select(0, order.argsort()).transpose(0, 1)
