@@ -18,7 +18,6 @@ from megatron.core.utils import unwrap_model
 from nemo_edo.config.model_shape import SHAPE_FIELDS
 from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.megatron.background import Writing
-from nemo_edo.megatron.lora import describe
 from nemo_edo.megatron.optimizer_state import begin_adam, count_adam_steps, distributed
 from nemo_edo.megatron.pickles import check_metadata, check_scales, plain_objects_only, switched_on
 from nemo_edo.megatron.policy import MegatronPolicy, Weights
@@ -60,7 +59,7 @@ def begin_save(
     sharding = {"distrib_optim_sharding_type": "fully_reshardable" if reshardable else "dp_reshardable"}
     state = _sharded_state(policy, with_optimizer, sharding, is_loading=False)
     if reference is not None:
-        state |= {name: part for name, (_, part) in _sharded_copy(policy, reference).items()}
+        state |= _sharded_copy(policy, reference)
     about = {
         "architecture": _architecture(policy),
         "optimizer": _optimizer_needs(policy, reshardable) if with_optimizer else None,
@@ -145,9 +144,10 @@ def _check_fits(policy: MegatronPolicy, folder: Path, with_optimizer: bool) -> N
 
 def _architecture(policy: MegatronPolicy) -> dict[str, Any]:
     """What determines the shapes of a model's weights: its config's sizes, and its adapters."""
-    config = policy.built.bridge.hf_pretrained.config
+    config, lora = policy.built.bridge.hf_pretrained.config, policy.built.lora
     shapes = {name: getattr(config, name) for name in SHAPE_FIELDS if hasattr(config, name)}
-    return {**shapes, "lora": describe(policy.built.lora)}
+    adapters = lora and {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(set(lora.targets))}
+    return {**shapes, "lora": adapters}
 
 
 def _optimizer_needs(policy: MegatronPolicy, reshardable: bool) -> dict[str, Any]:
@@ -207,29 +207,27 @@ def _unwritten_extra_state(wanted: dict, folder: Path) -> tuple[dict, dict]:
 def load_reference(policy: MegatronPolicy, folder: Path) -> Weights:
     """The weights that ``save`` was given as ``reference``; ``load`` has checked the folder's files."""
     empty = [torch.empty_like(weight, dtype=torch.float32) for weight in policy.snapshot()]
-    state = _sharded_copy(policy, empty)
     with plain_objects_only(folder):
-        loaded = dist_checkpointing.load({name: part for name, (_, part) in state.items()}, str(folder))
-    weights = {place: loaded[name] for name, (place, _) in state.items()}
-    return [weights[place] for place in range(len(empty))]
+        loaded = dist_checkpointing.load(_sharded_copy(policy, empty), str(folder))
+    return [loaded[f"reference {place}"] for place in range(len(empty))]
 
 
-def _sharded_copy(policy: MegatronPolicy, weights: Weights) -> dict[str, tuple[int, ShardedTensor]]:
-    """For each of the trained weights, by name: its place among them, and the copy, split as the weight itself is."""
+def _sharded_copy(policy: MegatronPolicy, weights: Weights) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """Copies of the trained weights, by their places among them, split as the weights themselves are."""
     trained = [p for chunk in policy.chunks for p in chunk.parameters() if p.requires_grad]
     # By identity: the addresses of FP8 weights, which are objects around their data, may all be 0.
     copy_of = {id(p): (place, w) for place, (p, w) in enumerate(zip(trained, weights, strict=True))}
     found = {}
-    for index, chunk in enumerate(unwrap_model(policy.chunks)):
+    for chunk in unwrap_model(policy.chunks):
         state = chunk.sharded_state_dict()
         add_prefix_for_sharding(state, "reference.")
-        for name, sharded in state.items():
+        for sharded in state.values():
             if isinstance(sharded, ShardedTensor | ShardedTensorFactory) and id(sharded.data) in copy_of:
                 place, sharded.data = copy_of[id(sharded.data)]
                 if isinstance(sharded, ShardedTensor):
                     sharded.dtype = sharded.data.dtype
-                found[f"{index} {name}"] = place, sharded
-    if len({place for place, _ in found.values()}) < len(trained):
+                found[f"reference {place}"] = sharded
+    if len(found) < len(trained):
         raise RuntimeError("Megatron's sharded state lacks trained weights: their copies would be lost")
     return found
 

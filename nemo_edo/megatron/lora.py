@@ -96,13 +96,6 @@ def adapters_off(chunks: list[MegatronModule]) -> Iterator[None]:
             layer.enable_adapter_layers()
 
 
-def describe(config: LoRAConfig | None) -> dict[str, Any] | None:
-    """What two models need in common to load each other's checkpoints; None without adapters."""
-    if config is None:
-        return None
-    return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(set(config.targets))}
-
-
 def _adapted_layers(chunks: list[MegatronModule]) -> Iterator[tuple[str, AdapterWrapper]]:
     """This rank's wrapped layers, by their place in the whole model ("3.mlp.linear_fc1")."""
     from megatron.bridge.peft.adapter_wrapper import AdapterWrapper

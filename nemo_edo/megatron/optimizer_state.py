@@ -50,23 +50,24 @@ def adapt_checkpointing(optimizer: MegatronOptimizer) -> None:
 
 def begin_adam(optimizer: MegatronOptimizer) -> None:
     """Loading fills existing tensors: PyTorch's Adam makes its moments and step counters at its first step only."""
-    for adam in _torch_adams(optimizer):
-        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
-            if not adam.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter] = {"step": torch.tensor(0.0), **moments}
+    for state, parameter, _ in _states_of_torch(optimizer):
+        if not state:
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {"step": torch.tensor(0.0), **moments}
 
 
 def count_adam_steps(optimizer: MegatronOptimizer) -> None:
     """Megatron loads the number of steps into the parameter groups; PyTorch's Adam counts for each parameter."""
-    for adam in _torch_adams(optimizer):
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+    for state, _, group in _states_of_torch(optimizer):
+        state["step"] = torch.tensor(float(group["step"]))
 
 
-def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Adam]:
-    return [part.optimizer for part in distributed(optimizer) if isinstance(part.optimizer, torch.optim.Adam)]
+def _states_of_torch(optimizer: MegatronOptimizer) -> Iterator[tuple[dict, torch.nn.Parameter, dict]]:
+    """Each parameter's state in PyTorch's Adam, the parameter and its group."""
+    for part in distributed(optimizer):
+        if isinstance(part.optimizer, torch.optim.Adam):
+            for group in part.optimizer.param_groups:
+                yield from ((part.optimizer.state[parameter], parameter, group) for parameter in group["params"])
 
 
 def _set_with_counter(part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
