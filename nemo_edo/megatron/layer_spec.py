@@ -235,12 +235,12 @@ def kernels(chunks: list[MegatronModule]) -> dict[str, str]:
         "fused weight gradients": config.gradient_accumulation_fusion,
         "flash attention": te_core and os.environ.get("NVTE_FLASH_ATTN") != "0",
     }
-    fused = fused_kernels()
+    fused = {
+        part: state if used[part] or state.startswith("absent") else f"not used by this model's layers ({state})"
+        for part, state in fused_kernels().items()
+    }
     if used["fused weight gradients"] and te_linear:  # apex's are for Megatron's own layers
         fused["fused weight gradients"] = "Transformer Engine's own"
-    for part, state in fused.items():
-        if not used[part] and not state.startswith("absent"):
-            fused[part] = f"not used by this model's layers ({state})"
     return {
         "attention": core,
         "softmax": softmax,

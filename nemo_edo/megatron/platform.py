@@ -36,15 +36,14 @@ def enter(threads: int | None = None) -> torch.device:
         # Megatron overlaps tensor-parallel communication in the order of one queue. CUDA reads it as it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         with _unimportable(NEVER_USED):
-            _entered = _enter_a_gpu() if torch.cuda.is_available() else _enter_a_cpu(threads)
+            if torch.cuda.is_available():
+                _entered = _enter_a_gpu()
+            else:
+                if threads is not None:
+                    torch.set_num_threads(threads)
+                without_cuda.adapt()  # before Megatron is imported
+                _entered = torch.device("cpu")
     return _entered
-
-
-def _enter_a_cpu(threads: int | None) -> torch.device:
-    if threads is not None:
-        torch.set_num_threads(threads)
-    without_cuda.adapt()  # before Megatron is imported
-    return torch.device("cpu")
 
 
 def _enter_a_gpu() -> torch.device:

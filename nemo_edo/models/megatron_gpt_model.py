@@ -48,7 +48,6 @@ def model_config(
     loss_head: str = ModelConfig.loss_head,
 ) -> DictConfig:
     """The ``cfg`` of a model class. ``training``: an SFTConfig, GRPOConfig or IDPOConfig, as the class needs."""
-    sections = {"parallelism": parallelism, "precision": precision, "training": training, "lora": lora or LoRAConfig()}
     return OmegaConf.create(
         {
             "folder": str(folder),
@@ -57,7 +56,10 @@ def model_config(
             "temperature": temperature,
             "attention": attention,
             "loss_head": loss_head,
-            **{name: OmegaConf.structured(value) for name, value in sections.items()},
+            "parallelism": parallelism,
+            "precision": precision,
+            "training": training,
+            "lora": lora or LoRAConfig(),
         }
     )
 

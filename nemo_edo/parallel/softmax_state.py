@@ -32,8 +32,7 @@ class RunningSoftmax:
 
     def __getitem__(self, positions: slice) -> RunningSoftmax:
         """A view of some of the positions."""
-        parts = (self.maximum, self.sum_exp, self.sum_exp_z, self.target)
-        return RunningSoftmax(*(part[positions] for part in parts))
+        return RunningSoftmax(*(part[positions] for part in vars(self).values()))
 
     def rescale_(self, maximum: Tensor) -> None:
         """Makes ``maximum``, which is nowhere below the present one, the number that sums are relative to."""
@@ -79,8 +78,7 @@ class ResultGradients:
         return cls(log_sum_exp, entropies, torch.zeros_like(log_sum_exp) if flat[0] is None else flat[0], flat[1])
 
     def __getitem__(self, positions: slice) -> ResultGradients:
-        parts = (self.log_sum_exp, self.entropy, self.of_log_prob, self.of_entropy)
-        return ResultGradients(*(None if part is None else part[positions] for part in parts))
+        return ResultGradients(*(None if part is None else part[positions] for part in vars(self).values()))
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
