@@ -16,14 +16,14 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router_replay import RouterReplay
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_model_config, get_te_version
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.data.model_folder import check_files, read_fields, unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import check_family, set_latent_norms, set_layer_spec
-from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support, device_support
+from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.splits import check_adapters, check_context_parallel, check_device, check_splits
 
@@ -118,9 +118,9 @@ def build_model(
     from nemo_edo.megatron.folder_fields import not_taken
     from nemo_edo.megatron.folder_weights import check_finite, check_mapped
 
-    machine = device_support(device)
-    check_device(parallelism, precision, machine)
-    check_fp8_support(precision, machine)
+    engine = get_te_version() if device.type == "cuda" else None
+    check_device(parallelism, precision, engine)
+    check_fp8_support(precision, engine)
     source = _check_conversion(folder, read_fields(folder), parallelism)
     bridge = AutoBridge.from_hf_pretrained(str(folder))
     bridge.hf_pretrained._state_dict_accessor = StateDict(source)

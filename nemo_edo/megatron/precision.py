@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size
-from megatron.core.utils import get_te_version
 from packaging.version import Version
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
@@ -17,69 +15,32 @@ BLOCK = 128  # tokens, and numbers of a token, that the blockwise recipe scales 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class DeviceSupport:
-    """What FP8 runs on. None: it is absent."""
-
-    capability: tuple[int, int] | None  # compute capability of the GPU
-    cuda: str | None  # the CUDA version of torch
-    transformer_engine: str | None  # its version
-
-
-@dataclass(frozen=True)
-class _Needs:
-    """What a recipe needs. capability: from the first up to, but not, the second."""
-
-    transformer_engine: str
-    capability: tuple[int, int]
-    below: tuple[int, int] | None
-    cuda: str
-    gpus: str
-
-    def allow(self, capability: tuple[int, int]) -> bool:
-        return self.capability <= capability < (self.below or (99, 0))
-
-
-# The capabilities and CUDA versions are those of Transformer Engine's own checks (check_fp8_support and its sisters
-# in transformer_engine/pytorch), its versions those that megatron-core 0.19 asks for (get_fp8_recipe).
-RECIPES = {
-    "delayed": _Needs("1.0", (8, 9), None, "12.1", "Ada, Hopper or Blackwell"),
-    "tensorwise": _Needs("2.2", (8, 9), None, "12.1", "Ada, Hopper or Blackwell"),
-    "blockwise": _Needs("2.3", (9, 0), None, "12.9", "Hopper or Blackwell"),
-    "mxfp8": _Needs("2.1", (10, 0), (12, 0), "12.8", "Blackwell of data centres"),
+SUPPORT = {  # how Transformer Engine tells whether the GPU and the libraries allow a recipe, and why not
+    "delayed": "is_fp8_available",
+    "tensorwise": "is_fp8_available",
+    "blockwise": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
 }
 
 
-def device_support(device: torch.device) -> DeviceSupport:
-    """What a process on ``device`` finds."""
-    if device.type != "cuda":
-        return DeviceSupport(None, None, None)
-    engine = get_te_version()
-    return DeviceSupport(torch.cuda.get_device_capability(device), torch.version.cuda, engine and str(engine))
-
-
-def check_fp8_support(precision: PrecisionConfig, machine: DeviceSupport) -> None:
-    """Raises UserError where ``machine`` lacks what the config's FP8 recipe needs."""
+def check_fp8_support(precision: PrecisionConfig, engine: Version | None) -> None:
+    """Raises UserError where the machine lacks what the config's FP8 recipe needs. engine: the version of Transformer
+    Engine, 0.0.0 where it is absent; None: there is no GPU."""
     if precision.fp8 is None:
         return
-    needs, key = RECIPES[precision.fp8_recipe], f"precision.fp8_recipe {precision.fp8_recipe}"
-    if machine.capability is None:
-        raise UserError(f"precision.fp8 {precision.fp8} needs a GPU, and there is none: set precision=bf16")
-    if not needs.allow(machine.capability):
-        has = ".".join(map(str, machine.capability))
-        bounds = f"{needs.capability[0]}.{needs.capability[1]} or higher"
-        bounds += f" and below {needs.below[0]}.{needs.below[1]}" if needs.below else ""
-        possible = [name for name, recipe in RECIPES.items() if recipe.allow(machine.capability)]
+    if engine is None or not engine.major:
+        absent = "a GPU, and there is none" if engine is None else "Transformer Engine, which is absent"
+        raise UserError(f"precision.fp8 {precision.fp8} needs {absent}: set precision=bf16")
+    from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
+
+    found = {recipe: getattr(FP8GlobalStateManager, name)() for recipe, name in SUPPORT.items()}
+    allowed, why = found[precision.fp8_recipe]
+    if not allowed:
+        possible = ", ".join(recipe for recipe, (allowed, _) in found.items() if allowed)
         raise UserError(
-            f"{key} needs compute capability {bounds} ({needs.gpus}), the GPU has {has}; "
-            f"it can do {', '.join(possible) or 'no FP8 recipe: set precision=bf16'}"
+            f"precision.fp8_recipe {precision.fp8_recipe}: {why} This machine can do "
+            f"{possible or 'no FP8 recipe: set precision=bf16'}"
         )
-    for name, found, needed in (
-        ("Transformer Engine", machine.transformer_engine, needs.transformer_engine),
-        ("CUDA", machine.cuda, needs.cuda),
-    ):
-        if found is None or Version(found).release < Version(needed).release:
-            raise UserError(f"{key} needs {name} {needed} or newer, found {found or 'none'}")
 
 
 def token_multiple(recipe: str, *, gathers: bool) -> int:

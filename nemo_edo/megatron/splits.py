@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from nemo_edo.config.model_shape import ModelShape
-    from nemo_edo.megatron.precision import DeviceSupport
 
 
 def check_world(parallelism: ParallelismConfig, world: int) -> None:
@@ -35,18 +34,18 @@ def check_world(parallelism: ParallelismConfig, world: int) -> None:
             raise UserError(f"{split} needs a multiple of {product} processes, got {world} (or set parallelism=auto)")
 
 
-def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, machine: DeviceSupport) -> None:
-    """Raises UserError for what only a GPU with Transformer Engine does, or bf16 weights allow."""
-    for name, used, engine in (
+def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, engine: Version | None) -> None:
+    """Raises UserError for what only a GPU with Transformer Engine does, or bf16 weights allow. engine: its version,
+    as in ``check_fp8_support``."""
+    for name, used, needed in (
         ("context_parallel_size", parallelism.context_parallel_size > 1, "1.0"),  # its attention
         ("optimizer_offload_fraction", parallelism.optimizer_offload_fraction > 0, "2.1"),  # its Adam
     ):
-        found = machine.transformer_engine
-        if not used or (machine.capability and found and Version(found).release >= Version(engine).release):
+        if not used or (engine is not None and engine.release >= Version(needed).release):
             continue
-        here = "there is no GPU" if machine.capability is None else f"found {found or 'none'}"
+        here = "there is no GPU" if engine is None else f"found {engine}"
         raise UserError(
-            f"parallelism.{name} {getattr(parallelism, name)} needs a GPU and Transformer Engine {engine} or newer "
+            f"parallelism.{name} {getattr(parallelism, name)} needs a GPU and Transformer Engine {needed} or newer "
             f"({here}): remove it"
         )
     if parallelism.optimizer_offload_fraction and precision.dtype != "bf16":

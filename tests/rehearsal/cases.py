@@ -1,7 +1,6 @@
 """What the rehearsal computes, on the CPU and on the pretended GPU alike. Run by a WorkerPool, which has no Megatron
 before a case asks for it; results are on the CPU."""
 
-import itertools
 import math
 from dataclasses import replace
 from importlib.metadata import version
@@ -13,6 +12,7 @@ import torch
 from helpers import tiny_models
 from helpers.tiny_models import over, step
 from helpers.training_settings import ED_GRPO, EXPLORES, GRPO, IDPO, LORA, SFT, TEMPERATURE, as_pairs
+from packaging.version import Version
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.types import GenerationRequest, SamplingParams, TrainingBatch
@@ -261,31 +261,25 @@ def in_fp8(folder: Path, settings: dict) -> dict:
     return found
 
 
-def fp8_support(capabilities: list[tuple[int, int]], cudas: list[str]) -> dict[str, dict[str, Any]]:
-    """Whether a GPU can run each recipe, and the numbers of a block, by Transformer Engine's own code and by ours."""
+def fp8_support(capability: tuple[int, int], cuda: str) -> dict[str, Any]:
+    """Of each recipe, why this machine refuses it as a GPU of this capability, or None; the numbers of a block, by
+    Transformer Engine and by us."""
     from transformer_engine.pytorch import Float8BlockQuantizer
     from transformer_engine.pytorch import quantization as engine
     from transformer_engine.pytorch.constants import DType
 
     from nemo_edo.errors import UserError
-    from nemo_edo.megatron.precision import BLOCK, RECIPES, DeviceSupport, check_fp8_support
+    from nemo_edo.megatron.precision import BLOCK, SUPPORT, check_fp8_support
 
-    fp8, blockwise, mxfp8 = (
-        getattr(engine, f"_compute_{name}_support") for name in ("fp8", "fp8_block_scaling", "mxfp8")
-    )
-    checks = {"delayed": fp8, "tensorwise": fp8, "blockwise": blockwise, "mxfp8": mxfp8}
-    assert checks.keys() == RECIPES.keys()
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
-    found: dict[str, dict[str, Any]] = {"engine": {"block": quantizer.block_len}, "ours": {"block": BLOCK}}
-    for name, capability, cuda in itertools.product(RECIPES, capabilities, cudas):
-        where = mock.patch.object(engine, "get_device_compute_capability", lambda of=capability: of)
-        with where, mock.patch.object(torch.version, "cuda", cuda):
-            found["engine"][f"{name} {capability} {cuda}"] = checks[name]()[0]
-        precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=name)
-        try:
-            check_fp8_support(precision, DeviceSupport(capability, cuda, version("transformer-engine")))
-            allowed = True
-        except UserError:
-            allowed = False
-        found["ours"][f"{name} {capability} {cuda}"] = allowed
+    found: dict[str, Any] = {"blocks": (quantizer.block_len, BLOCK)}
+    answers = dict.fromkeys(("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"))
+    where = mock.patch.multiple(engine, get_device_compute_capability=lambda: capability, **answers)
+    with where, mock.patch.object(torch.version, "cuda", cuda):
+        for name in SUPPORT:
+            precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=name)
+            try:
+                found[name] = check_fp8_support(precision, Version(version("transformer-engine")))
+            except UserError as error:
+                found[name] = str(error)
     return found

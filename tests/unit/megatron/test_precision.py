@@ -1,32 +1,35 @@
 """What a precision needs of machine and model; and bf16 against fp32, by the error model of docs/scaling.md."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from megatron.core.transformer import TransformerConfig
+from packaging.version import Version
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.precision import DeviceSupport, check_dimensions, check_fp8_support, configure
-
-H100 = (9, 0)
+from nemo_edo.megatron.precision import SUPPORT, check_dimensions, check_fp8_support, configure
 
 
 def fp8(recipe: str, **fields) -> PrecisionConfig:
     return PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=recipe, **fields)
 
 
-@pytest.mark.parametrize(("recipe", "machine", "message"), [
-    ("mxfp8", DeviceSupport(H100, "13.0", "2.8"), r"10.0 or higher and below 12.0 .* 9.0; .* delayed"),
-    ("tensorwise", DeviceSupport(H100, "13.0", "2.1.0"), r"Transformer Engine 2.2 .* 2.1.0"),
-    ("blockwise", DeviceSupport(H100, "12.8", "2.8"), r"CUDA 12.9 .* 12.8"),
-    ("tensorwise", DeviceSupport(None, None, None), r"set precision=bf16"),
-])
-def test_a_machine_that_lacks_something_is_an_error_that_says_what(recipe, machine, message):
-    with pytest.raises(UserError, match=message):
-        check_fp8_support(fp8(recipe), machine)
+def test_a_recipe_that_transformer_engine_does_not_allow_is_an_error_that_says_why_and_which_it_does(monkeypatch):
+    """Its answers on an H100 with CUDA 12.8; its own are asked for in the rehearsal."""
+    answers = dict.fromkeys(SUPPORT.values(), lambda: (False, "needs CUDA 12.9."))
+    answers["is_fp8_available"] = lambda: (True, "")
+    engine = SimpleNamespace(FP8GlobalStateManager=SimpleNamespace(**answers))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.fp8", engine)
+    check_fp8_support(fp8("tensorwise"), Version("2.16"))
+    with pytest.raises(UserError, match=r"fp8_recipe blockwise: needs CUDA 12\.9\. .* can do delayed, tensorwise"):
+        check_fp8_support(fp8("blockwise"), Version("2.16"))
+    for version in (None, Version("0.0.0")):
+        with pytest.raises(UserError, match="set precision=bf16"):
+            check_fp8_support(fp8("tensorwise"), version)
 
 
 QWEN_05B = SimpleNamespace(

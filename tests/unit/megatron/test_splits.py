@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from packaging.version import Version
 
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import platform
-from nemo_edo.megatron.precision import DeviceSupport
 from nemo_edo.megatron.splits import check_context_parallel, check_device, check_splits, check_world
 
 DENSE = SimpleNamespace(
@@ -47,15 +47,11 @@ def test_a_size_that_does_not_divide_the_model_is_an_error_that_says_which_would
 def test_what_only_a_gpu_with_transformer_engine_does_is_refused_elsewhere(split, engine):
     name = next(iter(split))
     bf16 = PrecisionConfig("bf16")
-    check_device(ParallelismConfig(**split), bf16, DeviceSupport((9, 0), "12.9", f"{engine}.0+cu12"))
-    for machine, here in (
-        (DeviceSupport(None, None, None), "there is no GPU"),
-        (DeviceSupport((9, 0), "12.9", None), "found none"),
-        (DeviceSupport((9, 0), "12.9", "0.13"), "found 0.13"),
-    ):
+    check_device(ParallelismConfig(**split), bf16, Version(f"{engine}.0+cu12"))
+    for found, here in ((None, "there is no GPU"), (Version("0.13"), "found 0.13")):
         with pytest.raises(UserError, match=rf"parallelism.{name} .* Engine {engine} or newer \({here}\)"):
-            check_device(ParallelismConfig(**split), bf16, machine)
-        check_device(ParallelismConfig(), bf16, machine)
+            check_device(ParallelismConfig(**split), bf16, found)
+        check_device(ParallelismConfig(), bf16, found)
 
 
 @pytest.mark.parametrize(("split", "world", "product"), [
