@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -42,8 +43,7 @@ class SharedPrompts(PackedSeqParams):
     def gather(self, blocks: Sequence[Tensor]) -> Tensor:
         """The pack's [t, ...] of blocks [rows, length, ...]: one of a token's copies; zeros for padding."""
         copies = [block.flatten(0, 1) for block in blocks]
-        copies = torch.cat(copies) if len(copies) > 1 else copies[0]
-        return _Gather.apply(copies, self.originals, len(self.positions))
+        return _padded_rows(torch.cat(copies) if len(copies) > 1 else copies[0], self.originals, len(self.positions))
 
 
 class _Spread(torch.autograd.Function):
@@ -60,26 +60,9 @@ class _Spread(torch.autograd.Function):
         return total.index_add_(0, of[others], gradient.index_select(0, others)), None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, copies: Tensor, originals: Tensor, length: int) -> Tensor:
-        ctx.save_for_backward(originals)
-        ctx.copies = len(copies)
-        return _padded_rows(copies, originals, length)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (originals,) = ctx.saved_tensors
-        copies = gradient.new_zeros(ctx.copies, *gradient.shape[1:])
-        return copies.index_copy_(0, originals, gradient[: len(originals)]), None, None
-
-
 def _padded_rows(source: Tensor, rows: Tensor, length: int) -> Tensor:
     """[length, ...]: the given rows of the source, then zeros."""
-    result = source.new_empty(length, *source.shape[1:])
-    torch.index_select(source, 0, rows, out=result[: len(rows)])
-    result[len(rows) :] = 0
-    return result
+    return F.pad(source.index_select(0, rows), (0, 0) * (source.ndim - 1) + (0, length - len(rows)))
 
 
 def shared_inputs(
