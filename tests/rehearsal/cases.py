@@ -1,7 +1,9 @@
 """What the rehearsal computes, on the CPU and on the pretended GPU alike. Run by a WorkerPool, which has no Megatron
 before a case asks for it; results are on the CPU."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -207,6 +209,17 @@ def lacking(state: dict) -> dict:
     return {**state, "model0": {name: part for name, part in state["model0"].items() if "linear_fc2" not in name}}
 
 
+@contextlib.contextmanager
+def a_gpu(capability: tuple[int, int], cuda: str = "13.1") -> Iterator[None]:
+    """Inside the block Transformer Engine finds a GPU of this compute capability, and this version of CUDA."""
+    from transformer_engine.pytorch import quantization
+
+    known = dict.fromkeys(("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"))
+    found = {"get_device_compute_capability": lambda: capability, **known}
+    with mock.patch.multiple(quantization, **found), mock.patch.object(torch.version, "cuda", cuda):
+        yield
+
+
 def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
     """What a precision builds: the modules' types, the weights' types, and Transformer Engine's recipe."""
     from megatron.core.fp8_utils import get_fp8_recipe
@@ -214,7 +227,7 @@ def precise(folder: Path, settings: dict, capability: tuple[int, int]) -> dict:
 
     from nemo_edo.megatron.layer_spec import kernels
 
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: capability):
+    with a_gpu(capability):
         model = build(folder, TRAINING["sft"], precision=settings)
     model.start_training(2)
     config = get_model_config(model.built.chunks[0])
@@ -230,7 +243,7 @@ def in_fp8(folder: Path, settings: dict) -> dict:
     """The layers' weights and the reference, by how they are kept; log-probabilities of both, of the reference also
     after the policy has moved; and whether the weights' bits are unchanged after each kind of reference, and a resident
     one's by the policy's move."""
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: (9, 0)):
+    with a_gpu((9, 0)):
         model = build(folder, TRAINING["ed-grpo"], precision=settings)
         model.freeze_reference()
         rows = batch("ed-grpo", 0)
@@ -265,7 +278,6 @@ def fp8_support(capability: tuple[int, int], cuda: str) -> dict[str, Any]:
     """Of each recipe, why this machine refuses it as a GPU of this capability, or None; the numbers of a block, by
     Transformer Engine and by us."""
     from transformer_engine.pytorch import Float8BlockQuantizer
-    from transformer_engine.pytorch import quantization as engine
     from transformer_engine.pytorch.constants import DType
 
     from nemo_edo.errors import UserError
@@ -273,9 +285,7 @@ def fp8_support(capability: tuple[int, int], cuda: str) -> dict[str, Any]:
 
     quantizer = Float8BlockQuantizer(DType.kFloat8E4M3, rowwise=True, columnwise=True)
     found: dict[str, Any] = {"blocks": (quantizer.block_len, BLOCK)}
-    answers = dict.fromkeys(("_FP8_SUPPORT", "_MXFP8_SUPPORT", "_FP8_BLOCK_SCALING_SUPPORT"))
-    where = mock.patch.multiple(engine, get_device_compute_capability=lambda: capability, **answers)
-    with where, mock.patch.object(torch.version, "cuda", cuda):
+    with a_gpu(capability, cuda):
         for name in SUPPORT:
             precision = PrecisionConfig(dtype="bf16", fp8="hybrid", fp8_recipe=name)
             try:
