@@ -50,16 +50,11 @@ class MegatronPolicy:
         """A fresh optimizer, and a learning-rate schedule over ``total_steps``."""
         parallelism, precision = self.parallelism, self.precision
         offload = parallelism.optimizer_offload_fraction
+        as_given = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
         self.optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.adam_beta1,
-                adam_beta2=config.adam_beta2,
-                adam_eps=config.adam_eps,
-                clip_grad=config.clip_grad,
+                **{name: getattr(config, name) for name in as_given},
                 bf16=precision.dtype == "bf16",
                 params_dtype=DTYPES[precision.dtype],
                 use_distributed_optimizer=parallelism.use_distributed_optimizer,
@@ -113,7 +108,7 @@ class MegatronPolicy:
                     decoupled = config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                     clip_grad_by_total_norm_fp32(parameters, config.clip_grad, grad_norm, decoupled)
             self.optimizer.step_with_ready_grads()
-            self.built.weights_have_changed()
+            self.built.stale = self.parallelism.overlap_param_gather
             self.scheduler.step(increment=1)
         return {"grad_norm": grad_norm, "lr": lr, "skipped": float(skipped)}
 

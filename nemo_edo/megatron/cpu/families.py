@@ -48,10 +48,7 @@ class TorchNorm:
     """
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> torch.nn.Module:
-        kind = config.normalization, config.layernorm_zero_centered_gamma
-        if kind not in KINDS:
-            raise ValueError(f"normalization is {config.normalization!r}, expected LayerNorm or RMSNorm")
-        norm = KINDS[kind](hidden_size, eps=eps)
+        norm = KINDS[config.normalization, config.layernorm_zero_centered_gamma](hidden_size, eps=eps)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
         return norm
