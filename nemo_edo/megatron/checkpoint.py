@@ -103,7 +103,14 @@ def load(policy: MegatronPolicy, folder: Path, *, with_optimizer: bool = False, 
         check_metadata(folder)
         sharding = dist_checkpointing.load_content_metadata(str(folder))
         wanted = _sharded_state(policy, with_optimizer, sharding, is_loading=True)
-        own, wanted = _unwritten_extra_state(wanted, folder)
+        # Transformer Engine's layers keep an ``_extra_state`` each, FP8's scales or nothing, and torch's layers write
+        # none. Any other name that the checkpoint lacks is left for Megatron to refuse.
+        written = {part.key for part in load_sharded_metadata(str(folder)).values()}
+
+        def is_unwritten(part: object) -> bool:
+            return isinstance(part, ShardedObject) and part.key.endswith("._extra_state") and part.key not in written
+
+        own, wanted = extract_matching_values(wanted, is_unwritten)
         state = dist_checkpointing.load(wanted, str(folder))
         models = [state[f"model{index}"] for index in range(len(policy.chunks))]
         for model in models:
@@ -188,17 +195,6 @@ def _sharded_state(policy: MegatronPolicy, with_optimizer: bool, sharding: dict,
         state["optimizer"] = policy.optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=sharding)
         state["scheduler"] = policy.scheduler.state_dict()
     return state
-
-
-def _unwritten_extra_state(wanted: dict, folder: Path) -> tuple[dict, dict]:
-    """Splits off what the checkpoint need not have: Transformer Engine's layers keep an ``_extra_state`` each, FP8's
-    scales or nothing, and torch's layers write none. Any other name that it lacks is left for Megatron to refuse."""
-    written = {part.key for part in load_sharded_metadata(str(folder)).values()}
-
-    def is_unwritten(part: object) -> bool:
-        return isinstance(part, ShardedObject) and part.key.endswith("._extra_state") and part.key not in written
-
-    return extract_matching_values(wanted, is_unwritten)
 
 
 # --- a frozen copy of the weights in the same checkpoint -----------------------------------------------------------

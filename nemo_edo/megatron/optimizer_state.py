@@ -115,11 +115,9 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tup
 
 def _own_ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
     """This rank's range of each parameter that it has some of."""
-    for of_buffer in part.gbuf_ranges:
-        for of_buckets in of_buffer.values():
-            for of_bucket in of_buckets:
-                for parameter, ranges in of_bucket["param_map"].items():
-                    yield parameter, ranges["param"].start, ranges["param"].end
+    for parameter in part.model_param_gbuf_map:
+        own = part._get_model_param_range_map(parameter)["param"]
+        yield parameter, own.start, own.end
 
 
 def _pieces(tensor: ShardedTensor | ShardedTensorFactory, key: str, begin: int, end: int) -> list[ShardedTensor]:
