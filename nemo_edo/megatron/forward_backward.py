@@ -21,7 +21,7 @@ from torch import Tensor
 
 from nemo_edo.data.shares import Prompts, Share, row_lengths, take_rows
 from nemo_edo.losses import LossTerm, NotFinite, one_check
-from nemo_edo.megatron.output_layer import LossHead, in_own_type
+from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
 from nemo_edo.megatron.platform import moved
 from nemo_edo.megatron.policy import MegatronPolicy
@@ -111,7 +111,9 @@ class _Readout:
         inputs = next(micro_batches)
         if inputs.experts is not None:
             set_replayed(chunk, inputs.experts)
-        outputs = chunk(inputs.tokens, inputs.positions, None, packed_seq_params=inputs.packed, **in_own_type(chunk))
+        # Megatron's wrapper of 16-bit models would copy their outputs to fp32.
+        options = {"fp32_output": False} if get_model_config(chunk).bf16 else {}
+        outputs = chunk(inputs.tokens, inputs.positions, None, packed_seq_params=inputs.packed, **options)
         if inputs.experts is not None:
             set_recomputing(chunk)
         return outputs, replace(self, inputs=inputs)
@@ -136,8 +138,13 @@ class _Readout:
             metrics = {}
         parts = [terms[name].sum / max(count, 1.0) for name, count in self.loss_counts.items()]
         total = sum(parts[1:], parts[0])
-        sums = _pairs(metrics | {TERM + name: term for name, term in terms.items()})
-        return total, no_tokens, sums | tokens
+        kept = metrics | {TERM + name: term for name, term in terms.items()}
+        sums = torch.stack([term.sum.detach() for term in kept.values()]).double()
+        counts = [
+            term.count if isinstance(term.count, Tensor) else sums.new_full((), term.count) for term in kept.values()
+        ]
+        pairs = torch.stack([sums, torch.stack(counts).double()], dim=1)  # [2] each, copied together
+        return total, no_tokens, dict(zip(kept, pairs, strict=True)) | tokens
 
 
 def _run_schedule(
@@ -191,15 +198,6 @@ def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, flo
     means = {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
     terms = [means.pop(TERM + name) for name in loss_counts]
     return {"loss": math.fsum(terms) if all(map(math.isfinite, terms)) else math.nan, **means}
-
-
-def _pairs(terms: Mapping[str, LossTerm]) -> dict[str, Tensor]:
-    """Each term's sum and count, [2] float64 on the sum's device, copied together. A count may be a plain number."""
-    sums = torch.stack([term.sum.detach() for term in terms.values()]).double()
-    counts = torch.stack(
-        [term.count if isinstance(term.count, Tensor) else sums.new_full((), term.count) for term in terms.values()]
-    ).double()
-    return dict(zip(terms, torch.stack([sums, counts], dim=1), strict=True))
 
 
 def _reduce_metrics(policy: MegatronPolicy, stored: list[dict[str, Tensor]]) -> dict[str, tuple[float, float]]:

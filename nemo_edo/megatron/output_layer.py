@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -49,12 +49,6 @@ class LossHead:
                 "model.loss_head fused needs an output layer that is a matrix product and no more; this model's is "
                 f"{type(self._layer).__name__}: set model.loss_head=logits"
             )
-
-    def fuses(self, positions: int) -> bool:
-        """Whether a pass that reads so many positions has no logits in memory."""
-        if not self._multiplies or self._kind == "logits":
-            return False
-        return self._kind == "fused" or positions * self._layer.output_size_per_partition >= FUSED_FROM_LOGITS
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -95,7 +89,8 @@ class LossHead:
             # Not before the model transposes its outputs: the gradient would come back transposed, and Megatron's
             # all-reduce of a tensor that is not contiguous adds up a copy and returns the tensor as it was.
             outputs = copy_to_tensor_model_parallel_region(outputs, group=self._layer.tp_group)
-        if self.fuses(targets.numel()):
+        many = self._multiplies and targets.numel() * self._layer.output_size_per_partition >= FUSED_FROM_LOGITS
+        if self._kind == "fused" or (self._kind == "auto" and many):
             start = group.rank() * len(self._weight)
             return linear_logprobs_and_entropy(outputs, self._weight, targets, vocab_start=start, **options)
         logits = F.linear(outputs, self._weight) if self._multiplies else outputs
@@ -104,9 +99,3 @@ class LossHead:
         return vocab_parallel_logprobs_and_entropy(
             logits, targets, vocab_start=start, overwrite_logits=overwrite, **options
         )
-
-
-def in_own_type(chunk: MegatronModule) -> dict[str, bool]:
-    """The argument that keeps Megatron's wrapper of 16-bit models from copying their outputs to fp32."""
-    wrapped = any(isinstance(module, Float16Module) for module in chunk.modules())
-    return {"fp32_output": False} if wrapped else {}

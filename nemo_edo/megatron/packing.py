@@ -81,7 +81,8 @@ def row_inputs(micro: TrainingBatch, shape: tuple[int, int]) -> ModelInputs:
     order = context_order((shape[1],))
 
     def padded(values: Tensor) -> Tensor:
-        return context_share(pad_to(values, shape), order)
+        behind = (0, shape[1] - values.shape[1], 0, shape[0] - values.shape[0])
+        return context_share(F.pad(values, (0, 0) * (values.ndim - 2) + behind), order)
 
     positions = context_share(torch.arange(shape[1])[None], order).expand(shape[0], -1)
     return ModelInputs.of(micro, padded, positions, order=order)
@@ -147,13 +148,6 @@ def input_shapes(config: TransformerConfig) -> InputShapes:
         uniform=interleaved,
         group=config.pipeline_model_parallel_size if interleaved else 1,
     )
-
-
-def pad_to(tokens: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Token ids [b, s], or values [b, s, ...], padded with zeros to [rows, length, ...]."""
-    rows, length = shape
-    behind = (0, 0) * (tokens.ndim - 2)
-    return F.pad(tokens, (*behind, 0, length - tokens.shape[1], 0, rows - tokens.shape[0]))
 
 
 def sequence_multiple(context: int) -> int:

@@ -12,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from nemo_edo.data.batching import build_batch, sequence_lengths
 from nemo_edo.data.shares import Prompts
 from nemo_edo.megatron import packing
-from nemo_edo.megatron.packing import InputShapes, input_shapes, packed_inputs, pad_to
+from nemo_edo.megatron.packing import InputShapes, input_shapes, packed_inputs
 from nemo_edo.megatron.shared_prompts import shared_inputs
 
 
@@ -46,9 +46,8 @@ def test_interleaved_stages_exchange_tensors_of_one_shape():
     assert shapes.fit([(2, 8), (3, 5)]) == [(3, 8), (3, 8)]
 
 
-def test_lengths_are_rounded_up_and_padding_comes_last():
+def test_lengths_are_rounded_up():
     assert InputShapes(multiple=4).fit([(2, 8), (3, 9)]) == [(2, 8), (3, 12)]
-    assert pad_to(torch.tensor([[1, 2], [3, 4]]), (3, 3)).tolist() == [[1, 2, 0], [3, 4, 0], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("size", [2, 3])
