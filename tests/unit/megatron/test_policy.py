@@ -6,12 +6,8 @@ from helpers import tiny_models as tiny
 
 from nemo_edo.config import OptimizerConfig
 from nemo_edo.data.shares import MicroBatching
-from nemo_edo.losses import LossTerm, reduction_count, sft_loss
+from nemo_edo.losses import LossTerm, sft_loss
 from nemo_edo.megatron.policy import exchange_contents
-
-
-def sft(logprobs, entropies, micro, _=0.0):
-    return {"sft": sft_loss(logprobs, micro.mask)}, {}
 
 
 def broken(logprobs, entropies, micro, _=0.0):
@@ -38,9 +34,9 @@ def from_the_start(policy, start):
     policy.load(start)
 
 
-def step(policy, batch, loss=sft) -> dict[str, float]:
-    counts = {"sft": float(reduction_count(batch.mask, "token-mean"))}
-    return tiny.train_step(policy, batch, loss, loss_counts=counts, micro_batching=MicroBatching(2), temperature=1.0)
+def step(policy, batch, loss=None) -> dict[str, float]:
+    """loss: another one than SFT's."""
+    return tiny.train_step(policy, batch, **tiny.sft_settings(batch) | ({"loss": loss} if loss else {}))
 
 
 @pytest.mark.parametrize("clip_grad", [0.0, 0.5])
@@ -113,8 +109,8 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(reque
         reports = [step(policy, batch, loss) for batch, loss in zip(batches, losses, strict=True)]
         return reports, policy.snapshot()
 
-    expected, weights = train([sft, sft, sft], batches)
-    reports, found = train([sft, loss, sft, sft], [batches[0], tiny.random_batch(rows=2, seed=9), *batches[1:]])
+    expected, weights = train([None, None, None], batches)
+    reports, found = train([None, loss, None, None], [batches[0], tiny.random_batch(rows=2, seed=9), *batches[1:]])
     skipped = reports.pop(1)
     assert skipped["skipped"] == 1.0 and math.isfinite(skipped["grad_norm"]) == (loss is constant)
     assert reports == expected and {report["skipped"] for report in reports} == {0.0}
@@ -125,12 +121,10 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(reque
 def test_a_norm_above_the_limit_is_not_stepped_on_and_one_at_the_limit_is(policy, tiny, start):
     policy.reset_optimizer(OptimizerConfig(lr=MAX), STEPS)
     batch = tiny.random_batch(rows=2)
-    counts = {"sft": float(reduction_count(batch.mask, "token-mean"))}
 
     def apply(limit: float) -> dict[str, float]:
         policy.zero_grad()
-        metrics = tiny.forward_backward(policy, batch, sft, loss_counts=counts, micro_batching=MicroBatching(2),
-                                          temperature=1.0)
+        metrics = tiny.forward_backward(policy, batch, **tiny.sft_settings(batch))
         return policy.apply_gradients(metrics["loss"], grad_norm_limit=limit)
 
     norm = apply(0.0)["grad_norm"]
