@@ -184,7 +184,6 @@ def flip_a_bit(path) -> None:
 
 @pytest.mark.parametrize(("damage", "named"), [
     (lambda folder: flip_a_bit(max(folder.glob("*.distcp"))), r"\.distcp"),
-    (lambda folder: flip_a_bit(folder / "about.json"), "about.json"),
     (lambda folder: (folder / "about.json").unlink(), "about.json"),
     (lambda folder: (folder / "checksums.json").unlink(), "checksums.json"),
     (lambda folder: (folder / "more").write_text(""), "more"),
@@ -207,6 +206,15 @@ class RunsCode:
         return os.mkdir, (str(self.made),)
 
 
+class HidesCode(RunsCode):
+    """The same, in a tensor's bytes."""
+
+    def __reduce__(self):
+        stored = io.BytesIO()
+        torch.save(RunsCode(self.made), stored)
+        return torch.storage._load_from_bytes, (stored.getvalue(),)
+
+
 def object_that_runs_code(folder, made) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     objects = {name for name, about in metadata.state_dict_metadata.items() if isinstance(about, BytesStorageMetadata)}
@@ -227,8 +235,10 @@ def metadata_that_names_another_folder(folder, _) -> None:
 
 @pytest.mark.parametrize("forge", [
     lambda folder, made: (folder / ".metadata").write_bytes(pickle.dumps(RunsCode(made))),
+    lambda folder, made: (folder / ".metadata").write_bytes(pickle.dumps(HidesCode(made))),
     lambda folder, made: torch.save({"state": RunsCode(made)}, folder / "common.pt"),
-    object_that_runs_code, metadata_that_names_another_folder], ids=["metadata", "common state", "object", "folder"])
+    object_that_runs_code, metadata_that_names_another_folder,
+], ids=["metadata", "its bytes", "common state", "object", "folder"])
 def test_another_persons_checkpoint_runs_no_code_and_reads_no_file_elsewhere(policy, copy, tmp_path, forge):
     forge(copy, tmp_path / "made")
     write_checksums(copy, {})
@@ -261,14 +271,8 @@ def test_a_reference_comes_back_to_the_last_bit_and_leaves_the_weights_alone(tin
 
 
 def test_scales_that_would_run_code_are_refused_also_where_a_tensors_bytes_hide_it(tmp_path: Path):
-    class HidesCode:
-        def __reduce__(self):
-            stored = io.BytesIO()
-            torch.save(RunsCode(tmp_path / "made"), stored)
-            return torch.storage._load_from_bytes, (stored.getvalue(),)
-
-    for forged in (RunsCode(tmp_path / "made"), HidesCode()):
-        scales = torch.frombuffer(bytearray(pickle.dumps(forged)), dtype=torch.uint8)
+    for forged in (RunsCode, HidesCode):
+        scales = torch.frombuffer(bytearray(pickle.dumps(forged(tmp_path / "made"))), dtype=torch.uint8)
         with pytest.raises(UserError, match="its layer._extra_state: "), plain_objects_only(tmp_path):
             check_scales(tmp_path, {"layer._extra_state": scales})
     assert not (tmp_path / "made").exists()
