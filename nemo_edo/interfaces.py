@@ -20,17 +20,21 @@ class GenerationEngine(Protocol):
         """One rollout for each request, in the order of the requests."""
 
 
-class Arrivals(Protocol):
+class Watch(Protocol):
+    """What a generation tells the run, from any thread."""
+
+    def alive(self) -> None:
+        """A sign of life."""
+
+    def stop_if_asked(self) -> None:
+        """Raises RunStopped if the run is asked to stop."""
+
+
+class Arrivals(Watch, Protocol):
     """Takes responses while others are generated."""
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Some responses that have ended, a sign of life. From any thread; returns at once."""
-
-    def alive(self) -> None:
-        """A sign of life without any. From any thread."""
-
-    def stop_if_asked(self) -> None:
-        """Raises RunStopped if the run is asked to stop. From any thread."""
 
 
 class StreamingEngine(GenerationEngine, Protocol):

@@ -5,7 +5,7 @@ exploration term needs them: its expected gradient is zero while the policy equa
 
 A training resumes between any two steps, and a collection between any two of its parts (``services.Progress``). With
 an engine that has separate weights, an iteration's samples may be generated while the one before trains
-(``services.Ahead``). Before all of it the policy learns the solutions of a problems file (``train_supervised``).
+(``samples.Ahead``). Before all of it the policy learns the solutions of a problems file (``train_supervised``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import count, islice
 from nemo_edo.algorithms.collection import Collected, step_statistics
 from nemo_edo.algorithms.guards import Guards, loggable, respond
 from nemo_edo.algorithms.plan import Plan, collection_hazards, exploration_hazards
-from nemo_edo.algorithms.samples import IterationSamples, generate_and_score, with_older_samples
+from nemo_edo.algorithms.samples import Ahead, IterationSamples, generate_and_score, with_older_samples
 from nemo_edo.algorithms.services import Log, Position, Progress, Services
 from nemo_edo.config import GRPOConfig, GuardsConfig, SFTConfig
 from nemo_edo.data.batching import PromptAndResponse, build_batch, epoch_order, minibatches
@@ -42,12 +42,12 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -
     if start.step == 0:  # within an iteration, the weights have no version
         with clock.phase("refit"):
             run.weight_sync.push(start.iteration)
-    with closing(run.ahead):
+    with closing(Ahead(run, plan)) as ahead:
         for t in range(start.iteration, last):
             if start.step and t == start.iteration:
                 first = start.step
                 with clock.phase("checkpoint"):
-                    collected = run.progress.kept(t)
+                    collected = run.progress.kept()
             else:
                 first, here = 0, state.position(t)
                 with clock.phase("checkpoint"):
@@ -60,22 +60,22 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -
                 with clock.phase("data"):
                     samples = generate_and_score(run, plan, here)  # on disk before any of them is trained on
                 if t + 1 < last:
-                    run.ahead.begin(t + 1)
+                    ahead.begin(t + 1)
                 with clock.phase("refit"):
                     run.weight_sync.release()
                 with clock.phase("data"):
                     collected = with_older_samples(build(run, samples, t), plan, run.store, t)
                 place, statistics = {"iteration": t}, collected.statistics
-                speed = samples.speed or run.ahead.speed
+                speed = samples.speed or ahead.speed
                 run.log("collection", **place, policy_version=samples.version, **loggable(statistics), time=speed)
                 for hazard in collection_hazards(statistics, plan.config, state.schedule.weight, first=t == 0):
                     warnings.warn(f"iteration {t}: {hazard}", stacklevel=2)
                 with clock.phase("checkpoint"):
                     respond(state.guards.collection(statistics), here, place, log=run.log, progress=run.progress)
-                    run.progress.keep(t, collected)
+                    run.progress.keep(collected)
             for step, batch in enumerate(_batches(run, plan, collected, t, first), start=first):
-                _step(run, plan, batch, state, t, step)
-            run.ahead.finish()  # the next samples are those of the weights that the engine has now
+                _step(run, plan, batch, state, ahead, t, step)
+            ahead.finish()  # the next samples are those of the weights that the engine has now
             with clock.phase("refit"):
                 run.weight_sync.push(t + 1)
             run.log("phases", iteration=t, time=clock.take())
@@ -124,7 +124,7 @@ def _batches(run: Services, plan: Plan, collected: Collected, t: int, first: int
         yield batch
 
 
-def _step(run: Services, plan: Plan, batch: TrainingBatch, state: _State, t: int, step: int) -> None:
+def _step(run: Services, plan: Plan, batch: TrainingBatch, state: _State, ahead: Ahead, t: int, step: int) -> None:
     """An optimizer step with the schedule's exploration weight: logs it, asks the guards about it, and saves where a
     checkpoint is due. The schedule advances unless the step is skipped.
 
@@ -151,10 +151,10 @@ def _step(run: Services, plan: Plan, batch: TrainingBatch, state: _State, t: int
     state.steps_taken += 1
     here = state.position(t, step + 1)
     with run.clock.phase("checkpoint"):
-        if run.ahead.is_done() or any(alarm.action == "stop" for alarm in alarms):
-            run.ahead.finish()  # an error that ended it is raised now, not at the iteration's end
+        if ahead.is_done() or any(alarm.action == "stop" for alarm in alarms):
+            ahead.finish()  # an error that ended it is raised now, not at the iteration's end
         respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
-        run.progress.reached(here, saves=run.ahead.is_done())
+        run.progress.reached(here, saves=ahead.is_done())
 
 
 def train_supervised(

@@ -4,7 +4,7 @@ rollouts; and those of an older policy, which the exploration term may run over.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from nemo_edo.algorithms.collection import Collected, by_problem, response_statistics
 from nemo_edo.algorithms.grpo import keep_informative
 from nemo_edo.algorithms.plan import Plan
-from nemo_edo.algorithms.services import Ahead, Position, Progress, Services
+from nemo_edo.algorithms.services import Position, Services
 from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import RunStopped, UserError
-from nemo_edo.rollouts.resumable import Parts, Watch, require_version
+from nemo_edo.interfaces import Watch
+from nemo_edo.rollouts.resumable import Parts, require_version
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, SamplingParams, ScoredRollout, TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
@@ -57,7 +58,12 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
     another run's rollouts and do not answer this run's problems, as its prompts pose them."""
     t = here.iteration
     if run.given is None:
-        samples = generate_samples(run, plan, here)
+
+        def may_save() -> None:
+            with run.clock.phase("checkpoint"):
+                run.progress.reached(here)
+
+        samples = generate_samples(run, plan, t, run.progress, may_save)
     else:
         everything, where = run.given.stored(t), str(run.given.folder)
         for rollout in (item.rollout for item in everything):
@@ -83,32 +89,15 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
     return samples
 
 
-@dataclass(frozen=True)
-class _WatchedByProgress(Watch):
-    run: Services
-    here: Position
-
-    @property
-    def clock(self) -> PhaseClock:
-        return self.run.clock
-
-    def begin_part(self) -> None:
-        with self.run.clock.phase("checkpoint"):
-            self.run.progress.reached(self.here)
-
-    def alive(self) -> None:
-        self.run.progress.alive()
-
-    def stop_if_asked(self) -> None:
-        self.run.progress.stop_if_asked()
-
-
-def generate_samples(run: Services, plan: Plan, here: Position) -> IterationSamples:
+def generate_samples(
+    run: Services, plan: Plan, t: int, watch: Watch, begin_part: Callable[[], None] | None = None
+) -> IterationSamples:
     """Responses go to disk as they end, and those that an earlier, killed process left there are not generated again. A
-    bounded number of extra rounds replaces the groups that dynamic sampling drops."""
-    t, settings = here.iteration, plan.sampling
+    bounded number of extra rounds replaces the groups that dynamic sampling drops. begin_part: as of ``Parts``."""
+    settings = plan.sampling
     sampling = SamplingParams(settings.temperature, settings.top_p, settings.max_new_tokens)
-    parts = Parts(run.store, t, plan.versions(t), part_size=plan.part_size, watch=_WatchedByProgress(run, here))
+    size, clock = plan.part_size, run.clock
+    parts = Parts(run.store, t, plan.versions(t), watch=watch, part_size=size, clock=clock, begin_part=begin_part)
     run.scorer.begin(parts.earlier)
     asked, substitutes = plan.collection_problems(t), plan.substitutes(t) if plan.is_dynamic else []
     everything, kept = [], []
@@ -178,59 +167,53 @@ LOOKED_EVERY_S = 0.5
 """How often a training that waits for responses looks whether it is asked to stop."""
 
 
-class InBackground(Ahead):
-    """One step off: the next iteration's samples are generated while this one trains, in a thread, which calls no
-    worker: the main thread does.
+class Ahead:
+    """One step off (``plan.lag``): the next iteration's samples are generated while this one trains, in a thread, which
+    calls no worker: the main thread does. Without a lag nothing is generated here.
 
     Policy 0 generates those of iterations 0 and 1, policy t - 1 those of every later iteration t: it is the newest when
     generation begins. The thread puts parts on disk; the iteration then finds them there, as it does after a restart.
     """
 
     def __init__(self, run: Services, plan: Plan) -> None:
-        """run: its store is this thread's alone."""
         self.speed: dict[str, float] = {}
-        self.stop = Event()
-        self._clock, self._plan = run.clock, plan
-        self._progress = run.progress
-        self._waits = Event()
-        self._run = replace(run, progress=_Stoppable(self.stop, self._waits, run.progress), clock=PhaseClock())
+        """Speed of the last finished generation."""
+        self._run, self._plan = run, plan
+        self._stop, self._waits = Event(), Event()
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="generate ahead")
         self._running: Future | None = None
 
     def begin(self, iteration: int) -> None:
-        self._running = self._pool.submit(generate_samples, self._run, self._plan, Position(iteration))
+        """Starts to generate the iteration's samples; the previous generation has finished."""
+        if self._plan.lag:
+            own = replace(self._run, clock=PhaseClock())
+            self._running = self._pool.submit(generate_samples, own, self._plan, iteration, watch=self)
 
     def is_done(self) -> bool:
+        """Whether nothing is being generated."""
         return self._running is None or self._running.done()
 
     def finish(self) -> None:
+        """Waits until all samples are on disk. Raises what ended their generation."""
         if self._running is not None:
             running, self._running = self._running, None
             self._waits.set()
-            with self._clock.phase("wait"):
+            with self._run.clock.phase("wait"):
                 while not wait([running], LOOKED_EVERY_S).done:
-                    self._progress.stop_if_asked()
+                    self._run.progress.stop_if_asked()
                 self.speed = running.result().speed
             self._waits.clear()
 
     def close(self) -> None:
-        self.stop.set()
-        with self._clock.phase("wait"):
+        """Ends the generation, done or not; its finished parts stay on disk."""
+        self._stop.set()
+        with self._run.clock.phase("wait"):
             self._pool.shutdown(wait=True)
 
-
-class _Stoppable(Progress):
-    """Ends generation. Its signs of life count while the training ``waits`` for it: otherwise that gives its own."""
-
-    def __init__(self, stop: Event, waits: Event, training: Progress) -> None:
-        self._stop, self._waits, self._training = stop, waits, training
-
-    def reached(self, position: Position, *, saves: bool = True) -> None:
-        self.stop_if_asked()
-
     def alive(self) -> None:
+        """A generation's sign of life counts while the training waits for it: otherwise that gives its own."""
         if self._waits.is_set():
-            self._training.alive()
+            self._run.progress.alive()
 
     def stop_if_asked(self) -> None:
         if self._stop.is_set():

@@ -1,4 +1,4 @@
-"""Services that Algorithm 1 calls, its progress for a restart, and the generation of the next samples meanwhile."""
+"""Services that Algorithm 1 calls, and its progress for a restart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_edo.algorithms.collection import Collected, Objective
-from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, WeightSync
+from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, Watch, WeightSync
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
@@ -31,7 +31,7 @@ class Position:
     """The state of the guards; None: they have seen nothing yet."""
 
 
-class Progress:
+class Progress(Watch):
     """Says where a training resumes, and saves it. This one begins at the beginning and saves nothing."""
 
     start = Position()
@@ -41,12 +41,6 @@ class Progress:
         saved, if the run is asked to stop. saves: False where the training cannot resume from here; once stopped, it
         resumes from the last checkpoint."""
 
-    def alive(self) -> None:
-        """A sign of life while responses are generated, from any thread."""
-
-    def stop_if_asked(self) -> None:
-        """Raises RunStopped if the run is asked to stop while responses are generated, from any thread."""
-
     def save(self, position: Position) -> None:
         """Saves now, whether a checkpoint is due or not."""
 
@@ -54,33 +48,13 @@ class Progress:
         """Keeps a batch that the training broke on, with the weights that it broke, and returns where."""
         return "nowhere"
 
-    def keep(self, iteration: int, collected: Collected) -> None:
-        """Keeps the data that the iteration trains on. They cannot be rebuilt after the first step: log-probabilities
+    def keep(self, collected: Collected) -> None:
+        """Keeps the data that an iteration trains on. They cannot be rebuilt after the first step: log-probabilities
         under pi_t need pi_t."""
 
-    def kept(self, iteration: int) -> Collected:
-        """The data of ``keep``, to the last bit. Called when ``start`` is within the iteration."""
-        raise LookupError(f"nothing is kept of iteration {iteration}")
-
-
-class Ahead:
-    """Generation alongside the training. This one generates nothing: every iteration generates its own samples."""
-
-    speed: dict[str, float] = {}
-    """Speed of the last finished generation."""
-
-    def begin(self, iteration: int) -> None:
-        """Starts to generate the iteration's samples; the previous generation has finished."""
-
-    def is_done(self) -> bool:
-        """Whether nothing is being generated."""
-        return True
-
-    def finish(self) -> None:
-        """Waits until all samples are on disk. Raises what ended their generation."""
-
-    def close(self) -> None:
-        """Ends the generation, done or not; its finished parts stay on disk."""
+    def kept(self) -> Collected:
+        """The data of ``keep``, to the last bit. Called when ``start`` is within an iteration."""
+        raise LookupError("nothing is kept")
 
 
 @dataclass(frozen=True)
@@ -97,7 +71,5 @@ class Services:
     progress: Progress = field(default_factory=Progress)
     given: RolloutStore | None = None
     """Stored rollouts to train on; None: the policy generates its own."""
-    ahead: Ahead = field(default_factory=Ahead)
-    """The generator of the next iteration's samples while one trains."""
     clock: PhaseClock = field(default_factory=PhaseClock)
     """The clock of an iteration's phases."""

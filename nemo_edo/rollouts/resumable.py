@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
-from nemo_edo.interfaces import GenerationEngine, Scorer
+from nemo_edo.interfaces import GenerationEngine, Scorer, Watch
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, ScoredRollout
 from nemo_edo.utils.phases import PhaseClock
@@ -22,36 +22,20 @@ WRITTEN_EVERY_S = 60.0
 """Fewer responses than a part are put on disk after so many seconds."""
 
 
-class Watch:
-    """What a generation tells the run; this one tells nobody. ``alive`` and ``stop_if_asked`` may be called from any
-    thread."""
-
-    @property
-    def clock(self) -> PhaseClock:
-        """Where the time of generation and scoring is counted."""
-        return PhaseClock()
-
-    def begin_part(self) -> None:
-        """Called before an engine gets requests; may raise RunStopped."""
-
-    def alive(self) -> None:
-        """A sign of life."""
-
-    def stop_if_asked(self) -> None:
-        """Raises RunStopped if the run is asked to stop."""
-
-
 class Parts:
     """One iteration's responses: those that an earlier process has put on disk, and those that are generated now. At
     the end, ``store.write`` with all responses makes one file of them."""
 
     def __init__(
-        self, store: RolloutStore, iteration: int, versions: range | None = None, *, part_size: int = 2048,
-        watch: Watch | None = None,
+        self, store: RolloutStore, iteration: int, versions: range | None = None, *, watch: Watch,
+        part_size: int = 2048, clock: PhaseClock | None = None, begin_part: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """versions: those of the policies that may have generated the responses; None: ``iteration`` alone. part_size:
-        responses that are scored and written at a time, at most."""
-        self.part_size, self.watch = part_size, watch or Watch()
+        responses that are scored and written at a time, at most. clock: where the time of generation and scoring is
+        counted. begin_part: called before an engine gets requests, and may raise RunStopped; None: what the watch
+        does."""
+        self.part_size, self.watch = part_size, watch
+        self.clock, self.begin_part = clock or PhaseClock(), begin_part or watch.stop_if_asked
         self.store, self.iteration = store, iteration
         self.versions = range(iteration, iteration + 1) if versions is None else versions
         self.earlier = store.stored(iteration)
@@ -75,10 +59,10 @@ class Parts:
     ) -> list[ScoredRollout]:
         """Scored responses to the requests, in their order; those that are not on disk are generated, and then are.
 
-        The watch's clock gets the phases generate and score; scoring is in the former while responses are generated.
+        The clock gets the phases generate and score; scoring is in the former while responses are generated.
         Raises UserError where responses on disk answer other requests or a response is of another policy, and where
         the engine or the scorer gives up, and RunStopped: the responses that have ended by then are on disk."""
-        clock, found = self.watch.clock, self._take(requests)
+        clock, found = self.clock, self._take(requests)
         missing = [request for request in requests if _key(request) not in found]
         # A scorer that compares a problem's responses gets them together.
         together = Counter(one.problem_id for one in missing) if getattr(scorer, "by_group", False) else {}
@@ -89,7 +73,8 @@ class Parts:
             part_size = len(missing) if getattr(engine, "takes_all", False) else self.part_size
             for asked in minibatches(missing, max(1, part_size)):
                 with clock.phase("generate"):
-                    self.watch.begin_part()
+                    self.watch.alive()
+                    self.begin_part()
                     try:
                         arrivals.add(engine.generate(asked, sampling, *([arrivals] if streams else [])))
                     except PartlyGenerated as partly:

@@ -8,18 +8,18 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig
-from nemo_edo.errors import RunStopped
 from nemo_edo.evaluation import stored
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning, read_samples
 from nemo_edo.evaluation.results import BEST, KINDS, Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.interfaces import GenerationEngine
-from nemo_edo.rollouts.resumable import Parts, Watch
+from nemo_edo.rollouts.resumable import Parts
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore
 from nemo_edo.run.build import RunSettings
 from nemo_edo.run.services import RunServices
@@ -89,7 +89,7 @@ def evaluate_policy(
     rollouts = config.rollouts if final else 1
     evaluator = Evaluator(
         policy=None if isinstance(model, ServedModel) else model,
-        respond=KeepsParts(run, model.engine, arm, iteration, stores).responses,
+        respond=partial(_respond, run, model.engine, iteration, stores),
         problems=data.test,
         config=config,
         max_new_tokens=settings.sampling.max_new_tokens,
@@ -157,37 +157,23 @@ def _log(
     run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
 
-@dataclass(frozen=True)
-class KeepsParts(Watch):
-    """Keeps an evaluation's responses on disk, part by part, and takes those of a killed process from there."""
-
-    run: RunServices
-    engine: GenerationEngine
-    arm: str
-    iteration: int
-    stores: Stores
-
-    def responses(
-        self, kind: str, requests: Sequence[GenerationRequest], sampling: SamplingParams, problems: Sequence[Problem]
-    ) -> list[ScoredRollout]:
-        """``evaluator.Respond``."""
-        store, scorer = self.stores[kind], self.run.data.scorer
-        parts = Parts(store, self.iteration, part_size=self.run.settings.generation.part_size, watch=self)
-        scorer.begin(parts.earlier)
-        responses = parts.responses(requests, self.engine, scorer, sampling, problems)
-        store.write(self.iteration, responses)
-        return responses
-
-    def begin_part(self) -> None:
-        self.alive()
-        self.stop_if_asked()
-
-    def alive(self) -> None:
-        self.run.stop.alive()
-
-    def stop_if_asked(self) -> None:
-        if self.run.stop.was_asked:
-            raise RunStopped(f"stopped, with the finished responses of {self.arm}'s evaluation saved")
+def _respond(
+    run: RunServices,
+    engine: GenerationEngine,
+    iteration: int,
+    stores: Stores,
+    kind: str,
+    requests: Sequence[GenerationRequest],
+    sampling: SamplingParams,
+    problems: Sequence[Problem],
+) -> list[ScoredRollout]:
+    """``evaluator.Respond``: responses go to disk part by part, and those of a killed process come from there."""
+    store, scorer = stores[kind], run.data.scorer
+    parts = Parts(store, iteration, part_size=run.settings.generation.part_size, watch=run.stop)
+    scorer.begin(parts.earlier)
+    responses = parts.responses(requests, engine, scorer, sampling, problems)
+    store.write(iteration, responses)
+    return responses
 
 
 # --- what more compute would make of stored responses ----------------------------------------------------------------

@@ -97,12 +97,13 @@ class SavedProgress(Progress):
         self.metrics_mark = notes
         self._batch, self._saved_at = notes["batch"], self.start.steps_taken
 
-    def kept(self, iteration: int) -> Collected:
-        return read_collected(self.folder / self._batch["file"])
+    def kept(self) -> Collected:
+        batch, about = read_batch(self.folder / self._batch["file"])
+        return Collected(batch, **about)
 
     # --- keeping ---------------------------------------------------------------------------------------------------
 
-    def keep(self, iteration: int, collected: Collected) -> None:
+    def keep(self, collected: Collected) -> None:
         self._collected, self._batch = collected, None  # it is written with the first checkpoint that needs it
 
     def reached(self, position: Position, *, saves: bool = True) -> None:
@@ -141,8 +142,8 @@ class SavedProgress(Progress):
         require_finite(self._model, f"after step {position.steps_taken}", f"resumes from step {self._saved_at}")
         if position.step and self._collected is not None and self._batch is None:
             path = self.folder / f"batch_{position.iteration:05d}.safetensors"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_collected(self._collected, path)
+            about = {"items": self._collected.items, "statistics": self._collected.statistics}
+            write_batch(self._collected.batch, about, path)
             self._batch = {"file": path.name, "checksum": checksum(path)}
         batch = self._batch if position.step else None
         notes = {"position": asdict(position), **self._run.log.mark, "batch": batch}
@@ -194,13 +195,3 @@ def require_finite(model: RemotePolicy, when: str, rerun: str = "resumes from th
             f"not all weights are finite numbers {when}, so they are not saved: rerun the command, which {rerun}; "
             "if it ends here again, start another run with a lower optimizer.lr"
         )
-
-
-def write_collected(collected: Collected, path: Path) -> None:
-    """All of it in one file, which ``read_collected`` reads back to the last bit."""
-    write_batch(collected.batch, {"items": collected.items, "statistics": collected.statistics}, path)
-
-
-def read_collected(path: Path) -> Collected:
-    batch, about = read_batch(path)
-    return Collected(batch, **about)

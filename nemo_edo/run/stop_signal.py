@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+from nemo_edo.errors import RunStopped
+from nemo_edo.interfaces import Watch
 from nemo_edo.run.control import OUTCOME, STALLED, control_folder, stop_is_asked
 from nemo_edo.worker import dispatch
 
@@ -23,7 +25,7 @@ ONE_CTRL_C_S = 0.25
 STOPPING = "stopping after this step, to save it"
 
 
-class StopSignal:
+class StopSignal(Watch):
     """Inside the block, neither SIGTERM (from a scheduler whose allocation ends) nor Ctrl-C ends the process: it is
     remembered. A second one ends it at once. A job of ``nemo-edo launch`` may ask by a file, too. Asking whether to
     stop is a sign of life for ``watch``."""
@@ -75,9 +77,12 @@ class StopSignal:
         return self.was_asked
 
     def alive(self) -> None:
-        """A sign of life for the watch, from any thread."""
         if self._watch is not None:
             self._watch.beat()
+
+    def stop_if_asked(self) -> None:
+        if self.was_asked:
+            raise RunStopped("stopped, with all finished responses saved")
 
     @property
     def was_asked(self) -> bool:

@@ -39,7 +39,7 @@ DEATHS = [
     ["nemo_edo.rewards.verifier:ExactAnswerScorer.score", 4],  # the second part of GRPO's first collection
     ["nemo_edo.rewards.verifier:ExactAnswerScorer.score", 1, "SIGTERM"],  # that part again
     ["nemo_edo.rollouts.store:RolloutStore.write", 3],  # after the two of an evaluation
-    ["nemo_edo.run.resume:write_collected", 1],
+    ["nemo_edo.run.resume:write_batch", 1],
     ["*/checkpoints/grpo.progress/step_????????", 3],  # after the two events of its being put in place
     ["nemo_edo.models.megatron_gpt_exploring_model:MegatronGPTExploringModel.move_reference", 1],
     ["*/checkpoints/grpo", 1],  # GRPO is trained, and its weights are not yet saved

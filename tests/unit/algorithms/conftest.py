@@ -139,10 +139,10 @@ class Memory(Progress):
         self.asked.append(("failure", position, batch, about))
         return "failures/it"
 
-    def keep(self, iteration: int, collected) -> None:
+    def keep(self, collected) -> None:
         self.collected = collected
 
-    def kept(self, iteration: int):
+    def kept(self):
         return self.collected
 
 

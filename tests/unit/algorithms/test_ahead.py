@@ -1,16 +1,14 @@
 """One-step-off generation while the previous iteration trains, with the numbers of a synchronous loop."""
 
 import time
-from dataclasses import replace
 from threading import Event, current_thread
 from threading import enumerate as threads
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nemo_edo.algorithms.iteration as algorithm
-from nemo_edo.algorithms.samples import InBackground
+from nemo_edo.algorithms import samples
 from nemo_edo.config import BoundsConfig
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 
@@ -27,7 +25,7 @@ def ahead_run(fake_iteration):
 
     def build(*, before=lambda: None, **settings):
         iteration = fake_iteration(**settings).changed(part_size=5, lag=1)
-        services, plan = iteration.services, iteration.plan
+        services = iteration.services
         generate = services.engine.generate
 
         def generate_in_thread(requests, sampling):
@@ -36,9 +34,22 @@ def ahead_run(fake_iteration):
             return generate(requests, sampling)
 
         services.engine.generate = generate_in_thread
-        return iteration.changed(ahead=InBackground(services, plan))
+        return iteration
 
     return build
+
+
+@pytest.fixture
+def ahead(monkeypatch) -> list[samples.Ahead]:
+    """What generates ahead in the run that is to come."""
+    made = []
+
+    def make(*given) -> samples.Ahead:
+        made.append(samples.Ahead(*given))
+        return made[-1]
+
+    monkeypatch.setattr(algorithm, "Ahead", make)
+    return made
 
 
 def generating_threads() -> list:
@@ -87,15 +98,15 @@ def test_the_next_samples_are_generated_while_the_policy_trains_and_the_push_wai
     assert kinds[:push].count("generate") == 6 and kinds[push:].count("generate") == 0  # 12 responses, 5 a part, twice
 
 
-def test_an_error_of_generation_ahead_ends_the_run_after_the_step_in_which_it_occurs(ahead_run):
+def test_an_error_of_generation_ahead_ends_the_run_after_the_step_in_which_it_occurs(ahead_run, ahead):
     def fail():
         raise UserError("no server is left")
 
     iteration = ahead_run(before=fail, **SETTINGS)
-    step, running = iteration.services.policy.train_step, iteration.services.ahead
+    step = iteration.services.policy.train_step
 
     def train_step(*args, **kwargs):
-        while not running.is_done():
+        while not ahead[0].is_done():
             time.sleep(0.001)
         return step(*args, **kwargs)
 
@@ -106,22 +117,22 @@ def test_an_error_of_generation_ahead_ends_the_run_after_the_step_in_which_it_oc
 
 
 @pytest.mark.parametrize("ends", ["asked to stop", "a guard", "an error"])
-def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_memory, monkeypatch, ends: str):
+def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_memory, monkeypatch, ahead, ends: str):
     guards = {"sampler_gap": BoundsConfig(ceiling=1e-9, action="stop")} if ends == "a guard" else {}
     iteration = fake_iteration(**guards, **SETTINGS)
     memory = new_memory(stop_at=5 if ends == "asked to stop" else None)
     iteration = iteration.changed(lag=1, progress=memory)
-    begun = Event()
+    begun, build, generate = Event(), algorithm.build, iteration.services.engine.generate
 
     def until_stopped(requests, sampling):
+        if not current_thread().name.startswith("generate ahead"):
+            return generate(requests, sampling)
         begun.set()
-        assert waiting.stop.wait(LIMIT_S)
-        raise RunStopped
+        while True:
+            ahead[0].stop_if_asked()
+            time.sleep(0.001)
 
-    engine = SimpleNamespace(policy_version=0, generate=until_stopped)
-    waiting = InBackground(replace(iteration.services, engine=engine), iteration.plan)
-    iteration = iteration.changed(ahead=waiting)
-    build = algorithm.build
+    iteration.services.engine.generate = until_stopped
 
     def once_generating(*arguments):
         assert begun.wait(LIMIT_S)  # a run that ends before is another case
@@ -139,7 +150,7 @@ def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_mem
     assert begun.is_set() and generating_threads() == []
 
 
-def test_nothing_is_saved_within_an_iteration_until_the_next_samples_are_there(ahead_run, new_memory):
+def test_nothing_is_saved_within_an_iteration_until_the_next_samples_are_there(ahead_run, new_memory, monkeypatch):
     """Otherwise a resumed run would have to generate them, and their policy is gone by then."""
     memory, may_generate = new_memory(), Event()
 
@@ -147,13 +158,13 @@ def test_nothing_is_saved_within_an_iteration_until_the_next_samples_are_there(a
         assert may_generate.wait(LIMIT_S)
 
     iteration = ahead_run(before=wait, **{**SETTINGS, "iterations": 2}).changed(progress=memory)
-    finish = iteration.services.ahead.finish
+    finish = samples.Ahead.finish
 
-    def let_it_finish():
+    def let_it_finish(ahead):
         may_generate.set()
-        finish()
+        finish(ahead)
 
-    iteration.services.ahead.finish = let_it_finish
+    monkeypatch.setattr(samples.Ahead, "finish", let_it_finish)
     iteration.run()
     assert [position for position in memory.positions if position.iteration == 0 and position.step] == []
     assert [position.step for position in memory.positions if position.iteration == 1] == [0, 1, 2, 3, 4]

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 from helpers.responses import scored
 
+from nemo_edo.algorithms.services import Progress
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
 from nemo_edo.rollouts import resumable
-from nemo_edo.rollouts.resumable import Parts, Watch
+from nemo_edo.rollouts.resumable import Parts
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, Rollout, ScoredRollout
 
@@ -66,9 +67,9 @@ SCORER = SimpleNamespace(
 
 
 def ask(store: RolloutStore, engine, requests=REQUESTS, *, part_size: int = 3, versions: range | None = None,
-        scorer=SCORER, watch: Watch | None = None):
+        scorer=SCORER, watch: Progress | None = None):
     """All responses, as a collection and an evaluation ask for them."""
-    parts = Parts(store, ITERATION, versions, part_size=part_size, watch=watch)
+    parts = Parts(store, ITERATION, versions, part_size=part_size, watch=watch or Progress())
     return parts.responses(requests, engine, scorer, None, [])
 
 
@@ -88,7 +89,7 @@ def test_what_has_ended_is_on_disk_while_the_rest_is_generated_and_the_rest_alon
     """Whatever order it ended in, twice, and although the process is killed; each response is a sign of life."""
     monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
     whole = ask(RolloutStore(tmp_path / "whole"), Engine())
-    store, signs, watch = RolloutStore(tmp_path / "killed"), [], Watch()
+    store, signs, watch = RolloutStore(tmp_path / "killed"), [], Progress()
     watch.alive = lambda: signs.append(1)
     for order in ([5, 0], [2]):  # of the requests that are left: p-5, p-0, then p-3
         with pytest.raises(Killed):

@@ -21,7 +21,7 @@ from nemo_edo.data.batching import read_batch
 from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import RunStopped, StoppedByGuard
 from nemo_edo.losses import sft_loss
-from nemo_edo.run.resume import SavedProgress, read_collected, write_collected
+from nemo_edo.run.resume import SavedProgress
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import TrainingBatch
 
@@ -87,7 +87,7 @@ def walk(progress: SavedProgress, model, steps: int, *, per_iteration: int = 3) 
         t, step = divmod(taken, per_iteration)
         if not step:
             progress.reached(Position(t, 0, taken))
-            progress.keep(t, collected(t))
+            progress.keep(collected(t))
         mark(model, taken + 1)
         progress.reached(Position(t, step + 1, taken + 1, {"kind": "constant", "steps": taken + 1}))
 
@@ -155,7 +155,7 @@ def test_the_newest_checkpoint_gives_position_metrics_weights_and_batch(begin, m
     assert progress.start == Position(1, 2, 5, {"kind": "constant", "steps": 5})
     assert progress.metrics_mark["metrics_bytes"] == 104
     assert weights(model) == {5.0}
-    assert progress.kept(1).statistics == {"number": 1}
+    assert progress.kept().statistics == {"number": 1}
     assert "another layout" not in capsys.readouterr().out
 
 
@@ -280,15 +280,17 @@ def test_weights_that_are_not_finite_are_not_saved_and_the_last_checkpoint_stays
     assert weights(model) == {1.0}
 
 
-def test_a_batch_comes_back_to_the_last_bit(tmp_path):
+def test_a_batch_comes_back_to_the_last_bit(begin):
     batch = TrainingBatch(
         tokens=torch.tensor([[2**40, 1, 2], [3, 4, 5]]), mask=torch.tensor([[1.0, 0.0], [0.1, 1.0]]),
         advantages=torch.tensor([1 / 3, -0.0]), old_logprobs=torch.tensor([[math.nan, -math.inf], [1e-40, -1e30]]),
         pair_role=torch.tensor([1, -1]),
     )
     statistics = {"reward": 1 / 3, "entropy": math.nan, "kl": 5e-324}
-    write_collected(Collected(batch, [[0, 1], []], statistics), tmp_path / "batch.safetensors")
-    read = read_collected(tmp_path / "batch.safetensors")
+    progress = begin()
+    progress.keep(Collected(batch, [[0, 1], []], statistics))
+    progress.save(Position(0, 1, 1))
+    read = begin().kept()
     assert read.batch.tensors().keys() == batch.tensors().keys()
     for name, tensor in batch.tensors().items():
         assert read.batch.tensors()[name].dtype == tensor.dtype
