@@ -74,21 +74,6 @@ def group_numbers(scored: Sequence[ScoredRollout]) -> Tensor:
     return torch.tensor([numbers[item.rollout.problem_id] for item in scored])
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """All samples of an iteration as a batch."""
-
-    batch: TrainingBatch
-    """With groups, rewards, old_logprobs, the engine's sampler_logprobs where they are not old_logprobs and, if asked
-    for, ref_logprobs."""
-    seen: TrainingBatch
-    """The samples whose log-probabilities the trainer computed, as old_logprobs, and sampler_logprobs."""
-    entropies: Tensor
-    """The entropies of ``seen``."""
-    is_samplers: bool
-    """Whether old_logprobs are the engine's."""
-
-
 def view_of_sampler(
     scored: Sequence[ScoredRollout],
     policy: Policy,
@@ -97,13 +82,20 @@ def view_of_sampler(
     pad_id: int,
     with_reference: bool,
     old_logprobs: str = LoopConfig.old_logprobs,
-) -> Sampled:
-    """Log-probabilities of all samples under pi_old and the reference. old_logprobs: "trainer", "sampler" or "auto".
+) -> tuple[TrainingBatch, dict[str, float]]:
+    """All samples of an iteration as a batch, and their statistics. The batch has groups, rewards, old_logprobs, the
+    engine's sampler_logprobs where they are not old_logprobs and, if asked for, ref_logprobs.
+    old_logprobs: "trainer", "sampler" or "auto".
 
     The trainer's are computed anew: another kernel's rounding would make the ratio differ from 1, and the exploration
     term from 0, before the first step. The sampler's are the engine's own; then the trainer computes those of some
     prompts only. "auto" takes the sampler's where the two agree on these prompts up to ``SAME_MEAN`` and ``SAME_MAX``,
-    otherwise the trainer's. The gap between both is a statistic in each case.
+    otherwise the trainer's.
+
+    The statistics are those of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen against
+    the trainer's pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the
+    k3 estimate of KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the
+    engine's ("old_from_sampler" is 1, otherwise 0), gap and entropy are those of the samples that the trainer has seen.
     """
     rollouts = [item.rollout for item in scored]
     sequences = [(r.prompt_ids, r.response_ids) for r in rollouts]
@@ -127,27 +119,17 @@ def view_of_sampler(
     if with_reference:
         with clock.phase("log_pi_ref"):
             batch = batch.with_fields(ref_logprobs=policy.reference_logprobs(batch))
-    return Sampled(batch, seen, entropies, trusted)
+    statistics = {**response_statistics(scored), "entropy": _token_mean(entropies, seen)}
+    if batch.ref_logprobs is not None:
+        statistics["kl"] = _token_mean(kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3"), batch)
+    statistics |= sampler_mismatch(seen.old_logprobs, seen.sampler_logprobs, seen.mask)
+    return batch, {**statistics, "old_from_sampler": float(trusted)}
 
 
 def _seen(batch: TrainingBatch, policy: Policy, clock: PhaseClock) -> tuple[TrainingBatch, Tensor]:
     with clock.phase("log_pi_old"):
         own, entropies = policy.logprobs(batch)
     return batch.with_fields(old_logprobs=own), entropies
-
-
-def sample_statistics(scored: Sequence[ScoredRollout], sampled: Sampled) -> dict[str, float]:
-    """The statistics of ``response_statistics`` and of ``losses.sampler_mismatch`` (the engine's pi_gen against the
-    trainer's pi_old), and the means over response tokens of the policy's "entropy" (exact, nats) and of "kl", the k3
-    estimate of KL(pi_old || pi_ref) (nats), where the reference was asked. Where pi_old's log-probabilities are the
-    engine's ("old_from_sampler" is 1, otherwise 0), gap and entropy are those of the samples that the trainer has
-    seen."""
-    batch, seen = sampled.batch, sampled.seen
-    means = {"entropy": _token_mean(sampled.entropies, seen)}
-    if batch.ref_logprobs is not None:
-        means["kl"] = _token_mean(kl_per_token(batch.old_logprobs, batch.ref_logprobs, "k3"), batch)
-    mismatch = sampler_mismatch(seen.old_logprobs, seen.sampler_logprobs, seen.mask)
-    return {**response_statistics(scored), **means, **mismatch, "old_from_sampler": float(sampled.is_samplers)}
 
 
 def _token_mean(values: Tensor, batch: TrainingBatch) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_edo import losses
-from nemo_edo.algorithms.collection import Collected, by_problem, group_numbers, sample_statistics, view_of_sampler
+from nemo_edo.algorithms.collection import Collected, by_problem, group_numbers, view_of_sampler
 from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.builtin_task.arithmetic import solution_path
 from nemo_edo.config import GRPOConfig
@@ -38,7 +38,7 @@ class GRPO:
     def build(self, scored: Sequence[ScoredRollout], policy: Policy, clock: PhaseClock) -> Collected:
         config = self.config
         corrected = config.sampler_correction != "none"  # which needs both
-        sampled = view_of_sampler(
+        sampled, statistics = view_of_sampler(
             scored,
             policy,
             clock,
@@ -46,10 +46,9 @@ class GRPO:
             with_reference=config.beta > 0,
             old_logprobs="trainer" if corrected else config.old_logprobs,
         )
-        group_ids, rewards = sampled.batch.groups, sampled.batch.rewards
+        group_ids, rewards = sampled.groups, sampled.rewards
         advantages = self._advantages(scored, rewards, group_ids)
         weights = torch.ones_like(advantages)
-        statistics = sample_statistics(scored, sampled)
         statistics["advantage_spread"] = float(advantages.std(correction=0))
         if config.novelty_strength or config.redundancy_weighted:
             correct = _successes(scored)
@@ -69,7 +68,7 @@ class GRPO:
             weights = weights * losses.informative_groups(rewards, group_ids)
         if config.explore_solved_groups_only:
             weights = weights * losses.solved_groups(_successes(scored), group_ids)
-        batch = sampled.batch.with_fields(advantages=advantages.float(), exploration_factors=weights.float())
+        batch = sampled.with_fields(advantages=advantages.float(), exploration_factors=weights.float())
         return Collected(batch, [[row] for row in range(batch.size)], statistics)
 
     def minibatch(self, collected: Collected, items: Sequence[int], seed: str) -> TrainingBatch:

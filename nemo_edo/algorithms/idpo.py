@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_edo.algorithms.collection import Collected, by_problem, sample_statistics, view_of_sampler
+from nemo_edo.algorithms.collection import Collected, by_problem, view_of_sampler
 from nemo_edo.config import IDPOConfig
 from nemo_edo.data.batching import preference_pairs
 from nemo_edo.errors import UserError
@@ -32,7 +32,7 @@ class IDPO:
 
         A prompt whose rewards are all equal has no pair, but its samples still serve the exploration term.
         """
-        sampled = view_of_sampler(
+        sampled, statistics = view_of_sampler(
             scored, policy, clock, pad_id=self.pad_id, with_reference=True, old_logprobs=self.config.old_logprobs
         )
         row_of = {id(item): row for row, item in enumerate(scored)}
@@ -59,13 +59,13 @@ class IDPO:
                 "explores; sample more responses, or other problems"
             )
         index = torch.tensor(rows)
-        real, batch = index != PADDING, sampled.batch.rows(index.clamp(min=0))
+        real, batch = index != PADDING, sampled.rows(index.clamp(min=0))
         batch = batch.with_fields(
             mask=batch.mask * real[:, None],
             pair_role=torch.tensor(roles),
             exploration_factors=torch.tensor(explored).float(),
         )
-        statistics = sample_statistics(scored, sampled) | {
+        statistics |= {
             "pairs": float(sum(pairs_of_prompts)),
             "prompts_without_pairs": float(pairs_of_prompts.count(0)),
         }

@@ -7,14 +7,14 @@ import pytest
 import torch
 from helpers.responses import scored
 
-from nemo_edo.algorithms.collection import Collected, sample_statistics, step_statistics, view_of_sampler
+from nemo_edo.algorithms.collection import Collected, step_statistics, view_of_sampler
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
 
 
-def statistics_of(samples, policy) -> dict[str, float]:
-    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=True, old_logprobs="trainer")
-    return sample_statistics(samples, view)
+def view(samples, policy, old_logprobs: str = "auto", *, with_reference: bool = True):
+    return view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=with_reference,
+                           old_logprobs=old_logprobs)
 
 
 def test_where_the_samplers_are_trusted_the_trainer_computes_only_those_of_every_tenth_prompt(table_policy):
@@ -22,12 +22,9 @@ def test_where_the_samplers_are_trusted_the_trainer_computes_only_those_of_every
     samples = [scored(f"p{number}", index, (1, 2), 1.0, log_prob=-0.7) for number in range(11) for index in range(2)]
     table = [[0.0, -0.5, -0.9], [0.0, -0.7, -0.7], [0.0, -0.7, -0.6], [0.0, -0.7, -0.7]]
     policy = table_policy(table)
-    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=False, old_logprobs="sampler")
-    torch.testing.assert_close(view.batch.old_logprobs, -0.7 * view.batch.mask)
-    assert view.batch.sampler_logprobs is None and view.batch.size == 22
-    assert view.seen.groups.tolist() == [0, 0, 10, 10]
-    assert torch.equal(view.seen.old_logprobs, torch.tensor(table))
-    statistics = sample_statistics(samples, view)
+    batch, statistics = view(samples, policy, "sampler", with_reference=False)
+    torch.testing.assert_close(batch.old_logprobs, -0.7 * batch.mask)
+    assert batch.sampler_logprobs is None and batch.size == 22
     assert statistics["sampler_gap"] == pytest.approx((0.2 + 0.2 + 0.1) / 8, rel=1e-4)
     assert statistics["sampler_gap_max"] == pytest.approx(0.2, rel=1e-4)
     assert statistics["reward"] == 1
@@ -44,23 +41,21 @@ def test_by_default_the_samplers_are_used_where_they_are_the_trainers_up_to_the_
         def logprobs(self, batch: TrainingBatch):
             return own[batch.groups], 2 * own[batch.groups]
 
-    view = view_of_sampler(samples, Policy(), PhaseClock(), pad_id=0, with_reference=False)
-    assert view.is_samplers is trusted
-    assert sample_statistics(samples, view)["old_from_sampler"] == trusted
+    batch, statistics = view(samples, Policy(), with_reference=False)
+    assert statistics["old_from_sampler"] == trusted
+    seen = own[::10] if trusted else own
+    assert statistics["entropy"] == pytest.approx(float(2 * seen[:, 1:].mean()))
     if trusted:
-        assert view.seen.groups.tolist() == [0, 10]
-        torch.testing.assert_close(view.batch.old_logprobs, -0.7 * view.batch.mask)
+        torch.testing.assert_close(batch.old_logprobs, -0.7 * batch.mask)
     else:
-        assert torch.equal(view.batch.old_logprobs, own) and torch.equal(view.entropies, 2 * own)
-        assert view.seen is view.batch and view.batch.sampler_logprobs is not None
+        assert torch.equal(batch.old_logprobs, own) and batch.sampler_logprobs is not None
 
 
 def test_the_kl_to_the_reference_is_that_of_all_samples_whichever_the_trainer_has_seen(table_policy):
     samples = [scored(f"p{number}", 0, (1, 2), 1.0, log_prob=-0.7) for number in range(11)]
     same = [0.0, -0.7, -0.7]
     policy = table_policy([same] * 2, reference=[same] * 10 + [[0.0, -0.7, -0.7 - math.log(2)]])
-    view = view_of_sampler(samples, policy, PhaseClock(), pad_id=0, with_reference=True, old_logprobs="sampler")
-    assert sample_statistics(samples, view)["kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 22, rel=1e-4)
+    assert view(samples, policy, "sampler")[1]["kl"] == pytest.approx((0.5 - 1 + math.log(2)) / 22, rel=1e-4)
 
 
 @pytest.mark.parametrize("keep_groups", [False, True])
@@ -76,7 +71,7 @@ def test_an_epochs_order_has_every_item_once_and_kept_groups_together(keep_group
 
 
 def test_statistics_of_responses_and_groups_equal_hand_computed_values(four, table_policy):
-    statistics = statistics_of(four, table_policy())
+    _, statistics = view(four, table_policy(), "trainer")
     assert statistics["reward"] == pytest.approx(1 / 4)
     assert statistics["well_formed"] == pytest.approx(2 / 4)
     assert statistics["truncated"] == pytest.approx(1 / 4)
@@ -96,7 +91,7 @@ def test_statistics_of_tokens_are_means_over_response_tokens_only(table_policy):
         entropies=[[outside, 0.1, 0.2, 0.3], [outside, 1.0, outside, outside]],
         reference=[[outside, -1.0, -1.0, -1.0], [outside, -3.0, outside, outside]],
     )
-    statistics = statistics_of(samples, policy)
+    _, statistics = view(samples, policy, "trainer")
     assert statistics["entropy"] == pytest.approx((0.1 + 0.2 + 0.3 + 1.0) / 4)
     assert statistics["sampler_gap"] == pytest.approx((0.5 + 0.0 + 0.5 + 1.0) / 4)
     assert statistics["sampler_gap_max"] == pytest.approx(1.0)
@@ -114,7 +109,7 @@ def test_votes_and_pass_at_k_are_those_of_each_group(table_policy):
     }
     samples = [scored(problem, index, (index, 1), reward, answer=answer)
                for problem, found in rewards_and_answers.items() for index, (reward, answer) in enumerate(found)]
-    statistics = statistics_of(samples, table_policy())
+    _, statistics = view(samples, table_policy(), "trainer")
     assert statistics["accuracy"] == pytest.approx(5 / 16)
     assert statistics["voted_accuracy"] == pytest.approx((1 / 3 + 1 + 0 + 2 / 4) / 4)
     assert statistics["zero_advantage_groups"] == pytest.approx(1 / 4)  # never
