@@ -161,7 +161,7 @@ class Run:
         found = []
         for arm in self._stored.policies:
             of_arm = self._stored.folder.evaluation(arm).with_suffix("")
-            folders = [path for path in sorted(of_arm.glob("*")) if path.is_dir() and ".new" not in path.name]
+            folders = [path for path in sorted(of_arm.glob("*")) if path.is_dir()]
             found += [(path, {"arm": arm, "kind": path.name}) for path in folders if not path.name.startswith("tuning")]
         return self._responses("test", found)
 

@@ -38,8 +38,8 @@ TRACKED = "trackers.json"
 """The run's ids in W&B and MLflow, where a resumed run continues."""
 LAUNCH = "launch"
 """The folder of the cluster's job that the run is in."""
-REPLACEMENT = "evaluations/replacement.json"
-"""What a new evaluation puts in the place of the stored one: there from when it is complete to when all is in place."""
+NEW, REPLACEMENT = "evaluations.new", "evaluations.replacement"
+"""Folders of evaluations that are to replace the stored ones: until they are complete, and until all are in place."""
 
 
 class RunFolder:
@@ -89,8 +89,7 @@ class RunFolder:
         return sorted(int(path.stem.removeprefix("iter_")) for path in found)
 
     def evaluated(self, arm: str, kind: str) -> Path:
-        """The responses of the arm's evaluations, of one of ``evaluation.results.kinds``; those of an evaluation that
-        is to replace the arm's are in KIND.new until it is complete."""
+        """The responses of the arm's evaluations, of one of ``evaluation.results.kinds``."""
         return self.path / "evaluations" / arm / kind
 
     def searches(self, arm: str) -> Path:
@@ -201,25 +200,19 @@ class RunFolder:
         if finished and not self.is_finished:
             self.close()
             raise UserError(f"{self.path} has not finished: resume the run (nemo-edo train) before this command")
-        if (self.path / REPLACEMENT).is_file():
+        if (self.path / REPLACEMENT).is_dir():
             self.replace_evaluations()
 
     def replace_evaluations(self) -> None:
         """Puts the new evaluations of ``REPLACEMENT`` in the place of the stored ones: done again, it has no effect."""
-        from nemo_edo.rollouts.store import RolloutStore  # loads pyarrow
-
-        new = files.read_object(self.path / REPLACEMENT, ("responses", "results", "metrics_bytes", "lines"))
-        for place, newer, iteration in new["responses"]:
-            if any(self._inside(newer).glob("*/*.parquet")):  # otherwise a killed process has moved them
-                RolloutStore(self._inside(place)).take_over(iteration, RolloutStore(self._inside(newer)))
-        for name, record in new["results"].items():
-            self.write_json(name, record)
-        with (self.path / METRICS).open("r+b") as metrics:
-            metrics.truncate(new["metrics_bytes"])
-            metrics.seek(0, os.SEEK_END)
-            metrics.write(new["lines"].encode())
-            os.fsync(metrics.fileno())
-        (self.path / REPLACEMENT).unlink()
+        for path in sorted((self.path / REPLACEMENT).rglob("*")):
+            if path.is_file():
+                place = self.path / path.relative_to(self.path / REPLACEMENT)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                for stale in place.parent.glob("*.parquet"):  # an earlier version's processes wrote several
+                    stale.unlink()
+                path.replace(place)
+        shutil.rmtree(self.path / REPLACEMENT)
 
     def close(self) -> None:
         """Lets other processes have the folder."""
@@ -309,6 +302,38 @@ class RunFolder:
         path = self.path / METRICS
         marks = [mark for mark in self.journal().values() if "metrics_checksum" in mark]  # earlier versions had none
         return parsed_lines(path, logged(path, marks[-1] if marks else {"metrics_bytes": 0}), required)
+
+
+class NewEvaluations(RunFolder):
+    """A finished run's folder while policies are evaluated again: their final evaluations are separate until all are
+    complete (``put``)."""
+
+    def __init__(self, path: Path, policies: Sequence[str], name: str) -> None:
+        """name: of the folder in which a killed evaluation of the same policies and settings resumes."""
+        super().__init__(path)
+        self._policies = policies
+        self.new = path / NEW / name
+
+    def evaluation(self, arm: str, iteration: int | None = None) -> Path:
+        path = super().evaluation(arm, iteration)
+        return self._anew(path) if iteration is None and arm in self._policies else path
+
+    def evaluated(self, arm: str, kind: str) -> Path:
+        return self._anew(super().evaluated(arm, kind))
+
+    def test_time(self, arm: str) -> Path:
+        return self._anew(super().test_time(arm))
+
+    def _anew(self, path: Path) -> Path:
+        return self.new / path.relative_to(self.path)
+
+    def put(self) -> None:
+        """Puts the new evaluations, all of which are complete, in the place of the stored ones."""
+        with (self.new / METRICS).open("rb") as metrics:
+            os.fsync(metrics.fileno())
+        self.new.rename(self.path / REPLACEMENT)
+        self.replace_evaluations()
+        shutil.rmtree(self.path / NEW)
 
 
 def logged(path: Path, mark: Mapping[str, Any]) -> bytes:

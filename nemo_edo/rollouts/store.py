@@ -151,18 +151,6 @@ class RolloutStore:
             paths = self._part_files(iteration)
         return [row for path in paths for row in self._read_rows(path)]
 
-    def take_over(self, iteration: int, newer: RolloutStore) -> None:
-        """Moves another store's complete iteration here, in the place of this one's, and removes that store's folder.
-        A shard of the same name is replaced by the new one at once. Raises UserError where the new one is not
-        complete."""
-        folder, shards = self._iteration_folder(iteration), newer._shards(iteration)
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in shards:
-            path.replace(folder / path.name)
-        for stale in {path.name for path in folder.glob("*.parquet")} - {path.name for path in shards}:
-            (folder / stale).unlink()
-        shutil.rmtree(newer.folder)
-
     def require(self, iterations: int) -> None:
         """Raises UserError unless the shards of iterations 0 to ``iterations`` - 1 are there, with readable metadata
         and this store's tokenizer."""

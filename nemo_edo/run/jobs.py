@@ -21,7 +21,7 @@ from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
-from nemo_edo.run.policy_evaluation import Replacement, evaluate_policy, evaluate_stored
+from nemo_edo.run.policy_evaluation import evaluate_policy, evaluate_stored
 from nemo_edo.run.replay import replay
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stages import WARMUP, collect_arm, do_stage, first_model
@@ -29,7 +29,7 @@ from nemo_edo.run.stop_signal import StallWatch, StopSignal
 from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.run.summary import kept_warnings, write_samples, write_summary
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
-from nemo_edo.run_folder import METRICS, TRACKED, RunFolder
+from nemo_edo.run_folder import METRICS, TRACKED, NewEvaluations, RunFolder
 from nemo_edo.utils.files import checksum, temporary_name
 from nemo_edo.utils.memory import large_imports
 from nemo_edo.utils.phases import PhaseClock
@@ -37,8 +37,6 @@ from nemo_edo.utils.wording import did_you_mean, printable
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
-NEW_LINES = "evaluations/replacement.jsonl"
-"""The lines of metrics.jsonl of an evaluation that is to replace the stored one."""
 SENTENCES = 5
 """Of a report's conclusions that the terminal shows."""
 
@@ -115,9 +113,11 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
 def evaluate(opened: StoredRun, arm: str | None) -> None:
     """Evaluates a finished run's policies again, and writes its report again. What is stored is replaced once
     everything new is complete; a killed evaluation of the same settings resumes."""
-    folder = opened.folder
     trains = opened.cfg.algorithm != NONE
     names = [arm] if arm else opened.policies
+    # Responses at another temperature are no part of this evaluation.
+    name = f"{arm or 'all'}_t{opened.cfg.evaluation.temperature[0]:g}"
+    folder = NewEvaluations(opened.folder.path, names, name)
     for name in names if trains else ():
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
     folder.take(finished=True)
@@ -129,9 +129,9 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
         settings = RunSettings.of(cfg)
         policies = (WARMUP, *settings.arms, *opened.best_policies)
         console = RunConsole({name: settings.final_iteration(name) for name in policies})
-        (folder.path / NEW_LINES).unlink(missing_ok=True)  # of a killed evaluation
-        log = MetricsLog(folder.path / NEW_LINES, log_numbers(None), watch=console)
-        builder, new = Builder(cfg, folder, data), Replacement()
+        folder.new.mkdir(parents=True, exist_ok=True)
+        metrics = shutil.copyfile(folder.path / METRICS, folder.new / METRICS)
+        log, builder = MetricsLog(metrics, log_numbers(None), watch=console), Builder(cfg, folder, data)
         builder.check_servers()
         builder.check_refit()
         builder.start_servers()
@@ -140,12 +140,11 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
             for name in names:
                 console.begin(name)
                 model = builder.trained(name) if trains else first_model(services)
-                evaluate_policy(services, model, name, settings.final_iteration(name), anew=new)
+                evaluate_policy(services, model, name, settings.final_iteration(name))
         finally:
             console.close()
             builder.close()
-        new.put(folder, (folder.path / NEW_LINES).read_text(encoding="utf-8"))
-        (folder.path / NEW_LINES).unlink()
+        folder.put()
         _conclude(folder)
     finally:
         folder.close()

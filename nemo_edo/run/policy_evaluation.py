@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig
 from nemo_edo.evaluation import stored
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning, read_samples
-from nemo_edo.evaluation.results import BEST, KINDS, Evaluation, kind_at, kinds, load_evaluation, newly_solved_and_lost
+from nemo_edo.evaluation.results import BEST, KINDS, Evaluation, kinds, load_evaluation, newly_solved_and_lost
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.interfaces import GenerationEngine
@@ -25,7 +25,7 @@ from nemo_edo.run.build import RunSettings
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run.tracking import SOLUTION_COLUMNS, log_table, solution_rows
-from nemo_edo.run_folder import METRICS, REPLACEMENT, SUMMARY, RunFolder, taken
+from nemo_edo.run_folder import SUMMARY, RunFolder, taken
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 from nemo_edo.utils.files import read_object
 from nemo_edo.worker.remote import RemotePolicy
@@ -35,55 +35,21 @@ Stores = Mapping[str, RolloutStore]
 """By kind of responses."""
 
 
-@dataclass
-class Replacement:
-    """What new evaluations of a finished run put in the place of the stored ones, once all of them are complete
-    (``RunFolder.replace_evaluations``)."""
-
-    responses: list[tuple[str, str, int]] = field(default_factory=list)
-    """(the store's folder, that of the new responses, iteration), below the run's folder."""
-    results: dict[Path, Evaluation] = field(default_factory=dict)
-    """By their files' paths."""
-
-    def put(self, folder: RunFolder, lines: str) -> None:
-        """lines: of metrics.jsonl."""
-        record = {
-            "responses": self.responses,
-            "results": {str(path.relative_to(folder.path)): one.record() for path, one in self.results.items()},
-            "metrics_bytes": (folder.path / METRICS).stat().st_size,
-            "lines": lines,
-        }
-        folder.write_json(REPLACEMENT, record)
-        folder.replace_evaluations()
-
-
 def evaluate_policy(
-    run: RunServices,
-    model: RemotePolicy | ServedModel,
-    arm: str,
-    iteration: int,
-    *,
-    final: bool = True,
-    anew: Replacement | None = None,
+    run: RunServices, model: RemotePolicy | ServedModel, arm: str, iteration: int, *, final: bool = True
 ) -> list[ScoredRollout]:
     """Evaluates the arm's policy on the test problems; returns the responses that the report may show.
 
     An evaluation within the training (``final`` False) samples one rollout per problem at the first of
     ``evaluation.temperature``. The final one samples ``evaluation.rollouts`` at each and also measures test-time
-    methods. anew: the stored evaluation stays, and this gets what replaces it.
+    methods.
     """
     folder, data, settings, config = run.folder, run.data, run.settings, run.settings.evaluation
     if model.engine is None:
         run.builder.connect(model)
     model.weight_sync.push(iteration)
-    begun, first, stores = time.monotonic(), config.temperature[0], {}
-    for kind in kinds(config, final=final):
-        path = folder.evaluated(arm, kind)
-        if anew is not None:
-            # Responses at the first temperature have it in the name, so that a killed evaluation does not resume with
-            # those of another temperature.
-            path = folder.evaluated(arm, f"{kind}_t{first:g}.new" if kind == kind_at(first, config) else f"{kind}.new")
-        stores[kind] = run.store(path)
+    begun = time.monotonic()
+    stores = {kind: run.store(folder.evaluated(arm, kind)) for kind in kinds(config, final=final)}
     if not final:
         config = replace(config, temperature=config.temperature[:1], tuning_problems=0)
     rollouts = config.rollouts if final else 1
@@ -103,43 +69,29 @@ def evaluate_policy(
         asked = sampling_requests(problems, data.prompts, config.samples, settings.seed, "tune")
         tuning = Tuning(problems, asked)
     evaluation, responses = evaluator.evaluate(arm, requests, rollouts, tuning)
-    seconds, number = time.monotonic() - begun, iteration
+    seconds = time.monotonic() - begun
     if final:
         model.weight_sync.release()
         # Where the training ended early, fewer than its responses' number says.
         iteration = trained_iterations(settings, folder, arm)
     metric = settings.checkpoint.best
-    if metric is not None and arm in settings.arms and anew is None:
+    if metric is not None and arm in settings.arms and not folder.is_finished:
         keep_best(model, folder, settings.checkpoint, arm, evaluation.mean(metric), iteration)
-    _log(run, evaluation, iteration, final, seconds, {} if anew is None else anew.results)
-    if anew is None:
-        folder.write_evaluation(evaluation, None if final else iteration)
+    _log(run, evaluation, iteration, final, seconds)
+    folder.write_evaluation(evaluation, None if final else iteration)
     if final:
         test_time, notes = analyse_arm(folder, settings, arm, stores, evaluation.temperature)
         print(*notes, sep="\n", end="\n" if notes else "")
-        if anew is None:
-            folder.write_results(folder.test_time(arm), test_time)
-        else:
-            places = [(folder.evaluated(arm, kind), store.folder) for kind, store in stores.items()]
-            names = ((str(path.relative_to(folder.path)) for path in pair) for pair in places)
-            anew.responses += [(*pair, number) for pair in names]
-            anew.results |= {folder.evaluation(arm): evaluation, folder.test_time(arm): test_time}
+        folder.write_results(folder.test_time(arm), test_time)
     rows = solution_rows(data.test, responses, arm, iteration)
     log_table(run.tracker, f"{arm}/evaluation/solutions", SOLUTION_COLUMNS, rows, step=iteration)
     return responses
 
 
-def _log(
-    run: RunServices,
-    evaluation: Evaluation,
-    iteration: int,
-    final: bool,
-    seconds: float,
-    newer: Mapping[Path, Evaluation],
-) -> None:
+def _log(run: RunServices, evaluation: Evaluation, iteration: int, final: bool, seconds: float) -> None:
     """What a judge was asked since the last evaluation, the means with their intervals, and the test problems that an
     arm has newly solved and lost, since its start and since its last evaluation. The earlier evaluations are read from
-    disk: a resumed run has them, too. newer: those that are to replace the ones on disk."""
+    disk: a resumed run has them, too."""
     arm, judge = evaluation.arm, run.data.judge
     if judge is not None:
         report = judge.take_report()
@@ -149,8 +101,7 @@ def _log(
     if arm != WARMUP:
         earlier = {"": run.folder.evaluation(WARMUP), "_since_last": run.folder.evaluation_before(arm, iteration)}
         for suffix, path in earlier.items():
-            first = newer[path] if path in newer else load_evaluation(path)
-            for name, number in newly_solved_and_lost(first, evaluation).items():
+            for name, number in newly_solved_and_lost(load_evaluation(path), evaluation).items():
                 changes[name + suffix] = number
     metrics = evaluation.means(resamples=run.settings.evaluation.bootstrap, seed=run.settings.seed)
     clocks = {"evaluation_s": seconds}

@@ -8,19 +8,23 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import yaml
+from helpers.responses import scored
 
 from nemo_edo.config import CheckpointConfig, GuardsConfig, ModelConfig, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run_folder import REPLACEMENT, RunFolder
+from nemo_edo.run_folder import NEW, REPLACEMENT, NewEvaluations, RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
+
+ONE = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
 
 
 def opened(path: Path, config: RunConfig = CONFIG) -> tuple[RunFolder, Path | None]:
@@ -107,18 +111,24 @@ def test_a_folder_with_a_link_or_a_pipe_in_it_is_not_written_to(tmp_path: Path, 
         folder.write_json("../x.json", {})
 
 
-def test_a_killed_replacement_of_evaluations_is_completed_by_whoever_takes_the_folder(tmp_path: Path):
+def test_a_killed_replacement_of_evaluations_is_completed_by_whoever_takes_the_folder(tmp_path, monkeypatch):
     folder = earlier_run(tmp_path / "a")
-    (folder.path / "metrics.jsonl").write_text("{}\nhalf a li")
-    new = RolloutStore(folder.evaluated("grpo", "greedy.new"))
-    new.write(0, [])
-    record = {"responses": [["evaluations/grpo/greedy", "evaluations/grpo/greedy.new", 0]],
-              "results": {"evaluations/grpo.json": {"arm": "grpo"}}, "metrics_bytes": 3, "lines": "{}\n"}
-    folder.write_json(REPLACEMENT, record)
+    (folder.path / "metrics.jsonl").write_text("{}\n")
+    RolloutStore(folder.evaluated("grpo", "greedy")).write(0, [scored()]).rename(
+        folder.evaluated("grpo", "greedy") / "iter_00000" / "rank_1_of_2.parquet")
+    new = NewEvaluations(folder.path, ["grpo"], "all")
+    RolloutStore(new.evaluated("grpo", "greedy")).write(0, [])
+    new.write_evaluation(ONE)
+    assert new.evaluation("warmup") == folder.evaluation("warmup") and not folder.evaluation("grpo").exists()
+    (new.new / "metrics.jsonl").write_text("{}\n{}\n")
+    monkeypatch.setattr(NewEvaluations, "replace_evaluations", Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        new.put()
     folder.take()
     assert (folder.path / "metrics.jsonl").read_text() == "{}\n{}\n"
-    assert folder.read_json("evaluations/grpo.json") == {"arm": "grpo"} and not (folder.path / REPLACEMENT).exists()
-    assert not new.folder.exists() and RolloutStore(folder.evaluated("grpo", "greedy")).read(0) == []
+    assert load_evaluation(folder.evaluation("grpo")).problems == ONE.problems
+    assert RolloutStore(folder.evaluated("grpo", "greedy")).read(0) == []
+    assert not (folder.path / REPLACEMENT).exists() and not [*(folder.path / NEW).iterdir()]
 
 
 def test_guards_may_change_unless_they_say_which_steps_are_taken(tmp_path: Path):
@@ -183,11 +193,10 @@ def test_a_path_that_holds_anything_but_a_run_is_refused_by_name(tmp_path: Path,
 
 def test_the_evaluation_before_is_the_last_one_on_disk_else_that_of_the_start(tmp_path: Path):
     folder = RunFolder(tmp_path)
-    one = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
     for iteration in (0, 5, 10, None):
-        folder.write_evaluation(one, iteration)
+        folder.write_evaluation(ONE, iteration)
     start = folder.evaluation("warmup")
     assert [folder.evaluation_before("grpo", t) for t in (0, 5, 6, 11)] == [
         start, *(folder.evaluation("grpo", t) for t in (0, 5, 10))]
     assert folder.evaluation_before("edo", 5) == start
-    assert load_evaluation(folder.evaluation("grpo", 5)).problems == one.problems
+    assert load_evaluation(folder.evaluation("grpo", 5)).problems == ONE.problems
