@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,8 @@ from nemo_edo.algorithms.plan import require_several_steps
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.config.run import REPLICATE
-from nemo_edo.data.model_folder import is_hub_name
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import BEST, check_arm_names
+from nemo_edo.evaluation.results import check_arm_names
 from nemo_edo.generation.dispatch import limit_s
 from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder, RunSettings
@@ -54,7 +54,7 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
     with _stop_signal(cfg) as stop:
         with clock.phase("start"), large_imports():
             run = _prepare(cfg, stop, clock)
-        try:
+        with closing(run):
             with kept_warnings(run.folder.path, lambda: run.console.stage):
                 stages = [WARMUP, *run.settings.arms]
                 for name in stages:
@@ -69,8 +69,6 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
                     _conclude(run.folder)
             run.log("phases", arm=stages[-1], time=run.clock.take())
             run.folder.note("report", **run.log.mark)
-        finally:
-            run.close()
     return run.folder.path
 
 
@@ -99,15 +97,11 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
         raise UserError(f"algorithm {cfg.algorithm} trains on no responses: there is nothing to generate")
     if arm is not None and arm not in known:
         raise UserError(f"the config has no arm {arm!r}{did_you_mean(arm, known)} (there are: {', '.join(known)})")
-    with _stop_signal(cfg) as stop:
-        run = _prepare(cfg, stop, PhaseClock())
-        try:
-            do_stage(run, WARMUP)
-            for name in [arm] if arm else known:
-                if name not in run.folder.journal():
-                    collect_arm(run, name)
-        finally:
-            run.close()
+    with _stop_signal(cfg) as stop, closing(_prepare(cfg, stop, PhaseClock())) as run:
+        do_stage(run, WARMUP)
+        for name in [arm] if arm else known:
+            if name not in run.folder.journal():
+                collect_arm(run, name)
 
 
 def evaluate(opened: StoredRun, arm: str | None) -> None:
@@ -121,7 +115,7 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
     for name in names if trains else ():
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
     folder.take(finished=True)
-    try:
+    with closing(folder):
         workers().call(Worker.enter, opened.cfg.threads)
         data = inputs.load_data(opened.cfg, folder)
         folder.note_inputs(data.made_from.changed)
@@ -132,22 +126,17 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
         folder.new.mkdir(parents=True, exist_ok=True)
         metrics = shutil.copyfile(folder.path / METRICS, folder.new / METRICS)
         log, builder = MetricsLog(metrics, log_numbers(None), watch=console), Builder(cfg, folder, data)
-        builder.check_servers()
-        builder.check_refit()
-        builder.start_servers()
         services = RunServices(folder, settings, data, builder, log, StopSignal(), console, PhaseClock())
-        try:
+        with closing(console), closing(builder):
+            builder.check_servers()
+            builder.check_refit()
+            builder.start_servers()
             for name in names:
                 console.begin(name)
                 model = builder.trained(name) if trains else first_model(services)
                 evaluate_policy(services, model, name, settings.final_iteration(name))
-        finally:
-            console.close()
-            builder.close()
         folder.put()
         _conclude(folder)
-    finally:
-        folder.close()
 
 
 def export(
@@ -193,21 +182,7 @@ def export(
         model.workers.call(Worker.export_adapters, part, str(out.resolve() / "base"))
     else:
         model.workers.call(Worker.export, part, max_shard_bytes, True)
-    path = cfg.model.path
-    write_card(
-        part,
-        name=out.name,
-        run=folder,
-        policy=arm,
-        training=arms.get(arm.partition(BEST)[0]),
-        sft_steps=cfg.sft.steps,
-        data=str(cfg.data.source or cfg.data.train or "the built-in task"),
-        seed=cfg.seed,
-        bootstrap=cfg.evaluation.bootstrap,
-        base=inputs.model_folder(cfg.model, folder),
-        hub_name=path if path is not None and is_hub_name(path) else None,
-        adapter=adapter,
-    )
+    write_card(part, opened, arm, name=out.name, adapter=adapter)
     part.replace(out)
     what = "its adapters are" if adapter else "it is"
     print(f"the policy of arm {arm}: {what} in {out}")

@@ -12,11 +12,14 @@ from huggingface_hub.errors import HFValidationError
 from jinja2 import Template
 
 from nemo_edo import __version__
-from nemo_edo.config import ArmConfig, IDPOConfig
+from nemo_edo.config import IDPOConfig
+from nemo_edo.config.compose import arm_configs
 from nemo_edo.config.run import arm_label
+from nemo_edo.data.model_folder import is_hub_name
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, largest, metric_name
-from nemo_edo.run_folder import RunFolder
+from nemo_edo.evaluation.results import BEST, START, largest, metric_name
+from nemo_edo.run.inputs import model_folder
+from nemo_edo.run.stored_run import StoredRun
 
 REPORT = "report.html"
 LICENCE = ("license", "license_name", "license_link")
@@ -26,28 +29,15 @@ HUB_ERRORS = (httpx.HTTPError, OSError, HFValidationError)
 """What huggingface_hub raises for a network, a missing token, a refusal, and a name that cannot be one."""
 
 
-def write_card(
-    out: Path,
-    *,
-    name: str,
-    run: RunFolder,
-    policy: str,
-    training: ArmConfig | None,
-    sft_steps: int,
-    data: str,
-    seed: int,
-    bootstrap: int,
-    base: Path,
-    hub_name: str | None,
-    adapter: bool,
-) -> None:
+def write_card(out: Path, opened: StoredRun, policy: str, *, name: str, adapter: bool) -> None:
     """Writes ``out/README.md``, with the run's report beside it.
 
-    name: of the exported folder. policy: ARM, or ARM.best and so on. training: the arm's settings; None: it is the
-    policy that the arms start from. bootstrap: resamples of the problems for intervals. base: the folder of the model
-    that was trained; hub_name: its name on the hub, where it was loaded from there.
+    policy: ARM, or ARM.best and so on, or the one that the arms start from. name: of the exported folder.
     """
-    method = "supervised fine-tuning"
+    run, cfg, method = opened.folder, opened.cfg, "supervised fine-tuning"
+    training = arm_configs(cfg).get(policy.partition(BEST)[0])
+    base, path = model_folder(cfg.model, run), cfg.model.path
+    hub_name = path if path is not None and is_hub_name(path) else None
     if training is not None:
         kind = "iDPO" if isinstance(training, IDPOConfig) else "GRPO"
         method = f"ED-{kind}" if training.exploration_weight else kind
@@ -71,7 +61,7 @@ def write_card(
     results = {}
     for column, one in policies.items() if own else ():
         if one in evaluated:
-            intervals = evaluated[one].intervals(resamples=bootstrap, seed=seed)
+            intervals = evaluated[one].intervals(resamples=cfg.evaluation.bootstrap, seed=cfg.seed)
             results[column] = {metric: (found.mean, found.low, found.high) for metric, found in intervals.items()}
     several = [largest(list(own.metrics), family) for family in ("vote@", "pass@")] if own else []
     metrics = ["greedy_accuracy", "accuracy", *filter(None, several), "distinct_4", "entropy"]
@@ -81,9 +71,9 @@ def write_card(
         run=run,
         policy=policy,
         training=training,
-        sft_steps=sft_steps,
-        data=data,
-        seed=seed,
+        sft_steps=cfg.sft.steps,
+        data=cfg.data.source or cfg.data.train or "the built-in task",
+        seed=cfg.seed,
         header=header.to_yaml(),
         method=method,
         version=__version__,

@@ -1,5 +1,6 @@
 """The card of an exported policy, and its upload to a hub."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -8,28 +9,34 @@ import pytest
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import RepositoryNotFoundError
 
-from nemo_edo.config import GRPOConfig
+from nemo_edo.config import DataConfig, ModelConfig
+from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation
+from nemo_edo.run import model_card
 from nemo_edo.run.model_card import HubRepository, write_card
+from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.run_folder import RunFolder
 
-EXPLORING = GRPOConfig(exploration_coefficient=0.05, log_ratio_floor=-0.3)
+EXPLORING = ["grpo.exploration_coefficient=0.05", "grpo.log_ratio_floor=-0.3", "sft.steps=7", "seed=3",
+             "evaluation.bootstrap=50", "replicate_baseline=false"]
 
 
 def card(folder: Path, **changes) -> ModelCard:
     run = RunFolder(folder / "run")
-    (folder / "base").mkdir(parents=True, exist_ok=True)
-    (folder / "run" / "evaluations").mkdir(parents=True, exist_ok=True)
+    (folder / "run" / "base").mkdir(parents=True, exist_ok=True)
     for arm, right in (("warmup", 1), ("grpo", 3)):
         rows = [{"greedy_accuracy": (float(n < right), 1.0), "vote@2": (n < right, 1), "vote@4": (n < right, 1)}
                 for n in range(4)]
         run.write_evaluation(Evaluation.of_rows(arm, list("abcd"), rows))
-    settings = {"name": "mine", "run": run, "policy": "grpo", "training": EXPLORING, "sft_steps": 7, "data": "math",
-                "seed": 3, "bootstrap": 50, "base": folder / "base", "hub_name": None, "adapter": False}
+    cfg = replace(
+        compose_run("quickstart", [*EXPLORING, *changes.get("overrides", ()), "~arms", "+arms={grpo: {}}"]),
+        model=changes.get("model", ModelConfig(architecture={"model_type": "llama"})),
+        data=DataConfig(train="math", test="other"))
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    write_card(out, **{**settings, **changes})
+    adapter, policy = changes.get("adapter", False), changes.get("policy", "grpo")
+    write_card(out, StoredRun(run, cfg), policy, name="mine", adapter=adapter)
     return ModelCard.load(out / "README.md")
 
 
@@ -44,8 +51,8 @@ def test_a_card_has_method_coefficient_floor_data_and_metrics_with_their_interva
 
 
 @pytest.mark.parametrize(("changes", "tag", "library"), [
-    ({"training": GRPOConfig(alpha=0)}, "grpo", "transformers"), ({"adapter": True}, "ed-grpo", "peft"),
-    ({"training": None, "policy": "warmup"}, "supervised-fine-tuning", "transformers")])
+    ({"overrides": ["grpo.exploration_coefficient=0"]}, "grpo", "transformers"), ({"adapter": True}, "ed-grpo", "peft"),
+    ({"policy": "warmup"}, "supervised-fine-tuning", "transformers")])
 def test_a_card_names_what_was_done(tmp_path: Path, changes, tag, library):
     found = card(tmp_path, **changes)
     assert found.data.tags[1] == tag and found.data.library_name == library
@@ -54,12 +61,13 @@ def test_a_card_names_what_was_done(tmp_path: Path, changes, tag, library):
 
 @pytest.mark.parametrize(("readme", "licence"), [
     ("---\nlicense: llama3.2\n---\n# Base", "llama3.2"), ("# Base", None), ("---\nlicense: [\n---\n", None)])
-def test_the_licence_is_the_bases(tmp_path: Path, readme, licence):
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "README.md").write_text(readme)
-    (tmp_path / "run").mkdir()
+def test_the_licence_is_the_bases(tmp_path: Path, monkeypatch, readme, licence):
+    base, model = tmp_path / "run" / "base", ModelConfig(path="owner/base")
+    base.mkdir(parents=True)
+    (base / "README.md").write_text(readme)
     (tmp_path / "run" / "report.html").write_text("<html>")
-    found = card(tmp_path, hub_name="owner/base")
+    monkeypatch.setattr(model_card, "model_folder", lambda *_: base)
+    found = card(tmp_path, model=model)
     assert (found.data.license, found.data.base_model) == (licence, "owner/base")
     assert (tmp_path / "out" / "report.html").is_file() and "(report.html)" in found.text
 
