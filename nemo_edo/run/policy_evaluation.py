@@ -24,7 +24,7 @@ from nemo_edo.rollouts.store import RolloutStore, ScoreStore
 from nemo_edo.run.build import RunSettings
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stored_run import open_run
-from nemo_edo.run.tracking import SOLUTION_COLUMNS, log_table, solution_rows
+from nemo_edo.run.tracking import log_solutions
 from nemo_edo.run_folder import SUMMARY, RunFolder, taken
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
 from nemo_edo.utils.files import read_object
@@ -83,8 +83,7 @@ def evaluate_policy(
         test_time, notes = analyse_arm(folder, settings, arm, stores, evaluation.temperature)
         print(*notes, sep="\n", end="\n" if notes else "")
         folder.write_results(folder.test_time(arm), test_time)
-    rows = solution_rows(data.test, responses, arm, iteration)
-    log_table(run.tracker, f"{arm}/evaluation/solutions", SOLUTION_COLUMNS, rows, step=iteration)
+    log_solutions(run.tracker, data.test, responses, arm, iteration)
     return responses
 
 

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -230,48 +230,34 @@ def first_responses(problem: Problem, scored: Sequence[ScoredRollout]) -> list[S
     return [item for item in scored if item.rollout.problem_id == problem.id][:EXAMPLE_RESPONSES]
 
 
-SOLUTION_COLUMNS = ("problem", "arm", "iteration", "sample", "text", "answer", "reward")
-"""Columns of the table of solutions that an evaluation gives to the trackers."""
+def log_solutions(
+    trainer: pl.Trainer | None, problems: Sequence[Problem], scored: Sequence[ScoredRollout], arm: str, iteration: int
+) -> None:
+    """Hands a table of an arm's first responses to the first problems, "" where no answer was found, to the trainer's
+    TensorBoard (as text), W&B (as a wandb.Table) and MLflow (as the artifact NAME/step_00000012.json) under the name
+    ARM/evaluation/solutions; other loggers have no place for one."""
+    from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
 
-
-def solution_rows(
-    problems: Sequence[Problem], scored: Sequence[ScoredRollout], arm: str, iteration: int
-) -> list[tuple[str, str, int, int, str, str, float]]:
-    """An arm's first responses to the first problems, by ``SOLUTION_COLUMNS``; "" where no answer was found."""
-    return [
-        (problem.question, arm, iteration, sample, item.rollout.text, item.answer or "", item.reward)
+    name, columns = f"{arm}/evaluation/solutions", ["problem", "arm", "iteration", "sample", "text", "answer", "reward"]
+    rows = [
+        [problem.question, arm, iteration, sample, item.rollout.text, item.answer or "", item.reward]
         for problem in problems[:EXAMPLES]
         for sample, item in enumerate(first_responses(problem, scored))
     ]
-
-
-def log_table(
-    trainer: pl.Trainer | None, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
-) -> None:
-    """Hands a table to the trainer's TensorBoard (as text), W&B (as a wandb.Table) and MLflow (as the artifact
-    NAME/step_00000012.json); other loggers have no place for one."""
-    from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger, WandbLogger
-
     for logger in trainer.loggers if trainer is not None else ():
         with _names_its_folder(logger):
             if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_text(name, markdown_table(columns, rows), step)
+                lines = [columns, ["---"] * len(columns), *(map(_cell, row) for row in rows)]
+                logger.experiment.add_text(name, "\n".join(f"| {' | '.join(line)} |" for line in lines), iteration)
             elif isinstance(logger, WandbLogger):
-                logger.log_table(name, columns=list(columns), data=[list(row) for row in rows], step=step)
+                logger.log_table(name, columns=columns, data=rows, step=iteration)
             elif isinstance(logger, MLFlowLogger):
                 by_column = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
-                logger.experiment.log_table(logger.run_id, by_column, artifact_file=f"{name}/step_{step:08d}.json")
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """The table in GitHub's Markdown. What a cell holds is shown as it is, line breaks kept."""
-
-    def line(cells: Iterable[Any]) -> str:
-        return "| " + " | ".join(map(str, cells)) + " |"
-
-    return "\n".join([line(columns), line("---" for _ in columns), *(line(map(_cell, row)) for row in rows)])
+                file = f"{name}/step_{iteration:08d}.json"
+                logger.experiment.log_table(logger.run_id, by_column, artifact_file=file)
 
 
 def _cell(value: Any) -> str:
+    """A cell of a table in GitHub's Markdown, which shows the value as it is, line breaks kept."""
     escaped = re.sub(r"([\\`*_{}\[\]()#+.!|-])", r"\\\1", html.escape(str(value), quote=False))
     return escaped.replace("\n", "<br>")

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+from helpers.responses import scored
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from nemo_edo.config import GRPOConfig
-from nemo_edo.run.tracking import hyperparameters, log_numbers, log_table, start_tracking
+from nemo_edo.run.tracking import hyperparameters, log_numbers, log_solutions, start_tracking
+from nemo_edo.types import Problem
 from nemo_edo.utils.files import read_object
-
-NAME, COLUMNS = "grpo/evaluation/solutions", ("problem", "sample", "text")
-ROWS = [("1 + 2", 0, "1 + 2 = 3\n#### 3"), ("1 + 2", 1, "a | b <b>*c*</b> `d` \\n [e](f) _g_ #h")]
 
 
 def trainer(*loggers) -> SimpleNamespace:
@@ -38,7 +37,7 @@ def test_a_full_disk_under_tensorboard_is_the_systems_error_with_its_folder_and_
     monkeypatch.setattr(logger.experiment, method, mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left") as raised:
         log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
-        log_table(trainer(logger), NAME, COLUMNS, ROWS, step=3)
+        log_solutions(trainer(logger), [Problem("p", "q", "s", "2", "f:1")], [scored("p")], "grpo", 3)
     assert (raised.value.errno, Path(raised.value.filename)) == (errno.ENOSPC, tmp_path)
 
 
