@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from nemo_edo.algorithms.services import Position, Progress
-from nemo_edo.config import GuardsConfig, PrecisionConfig
+from nemo_edo.config import GuardsConfig
 from nemo_edo.errors import StoppedByGuard
 from nemo_edo.types import TrainingBatch
 
@@ -65,18 +65,10 @@ OF_COLLECTIONS, OF_STEPS = ("kl", "entropy", "truncated", "reward", "sampler_gap
 
 
 GAP_OF_A_LAYER = {"fp32": 0.002, "bf16": 0.03, "fp8": 0.06}
-"""Default ceiling of the sampler gap, nats, of a model of one layer. Independent rounding errors of L layers add up to
-sqrt(L) times those of one: so does the ceiling, about four times the gaps that were measured in bf16
-(docs/reliability.md). In fp32 there is room for TF32."""
-
-
-def sampler_gap_ceiling(trainer: PrecisionConfig, engine: str, layers: int) -> float:
-    """Nats per token at which the gap between the trainer's and the engine's log-probabilities is no rounding any more.
-
-    engine: its precision, "fp32" or "bf16"; the coarser one of both counts. layers: of the whole model.
-    """
-    precisions = {engine, "fp8" if trainer.fp8 else trainer.dtype}
-    return max(GAP_OF_A_LAYER[precision] for precision in precisions) * math.sqrt(layers)
+"""Default ceiling of the sampler gap, nats per token, of a model of one layer: where it is no rounding any more. The
+coarser precision of trainer and engine counts. Independent rounding errors of L layers add up to sqrt(L) times those of
+one: so does the ceiling, about four times the gaps that were measured in bf16 (docs/reliability.md). In fp32 there is
+room for TF32."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from nemo_edo.config.compose import compose_run
@@ -83,7 +82,7 @@ def serve(config_name: str, config_dir: str) -> None:
 
     from nemo_edo.generation import servers
     from nemo_edo.run.build import Builder
-    from nemo_edo.run.inputs import seq_length, write_builtin_files
+    from nemo_edo.run.inputs import with_seq_length, write_builtin_files
     from nemo_edo.run_folder import RunFolder
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
@@ -91,7 +90,7 @@ def serve(config_name: str, config_dir: str) -> None:
     own = RunFolder(attempt / f"server_node_{node}")
     if cfg.model.path is None:  # the first refit sends the trainer's weights
         write_builtin_files(cfg, own)
-    cfg = replace(cfg, model=replace(cfg.model, seq_length=seq_length(cfg)))
+    cfg = with_seq_length(cfg)
     gpus = torch.cuda.device_count()
     servers.check_servers(cfg.generation, gpus)
     replicas = Builder(cfg, own).replicas(cfg.generation, own.path, gpus, key=os.environ[KEY])

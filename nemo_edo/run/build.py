@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Sequence
@@ -161,9 +162,9 @@ class Builder:
         return GRPO(training, questions, self._cfg.sampling.max_new_tokens, data.pad_id, own)
 
     def guards(self, layers: int) -> config.GuardsConfig:
-        """The config's guards; where it leaves the sampler gap's ceiling open, with that of the precision and the
-        depth."""
-        from nemo_edo.algorithms.guards import sampler_gap_ceiling
+        """The config's guards; where it leaves the sampler gap's ceiling open, with that of the precisions and the
+        depth. layers: of the whole model."""
+        from nemo_edo.algorithms.guards import GAP_OF_A_LAYER
 
         cfg, gap = self._cfg, self._cfg.guards.sampler_gap
         if gap.ceiling is not None:
@@ -173,7 +174,8 @@ class Builder:
         engine = cfg.precision.dtype if dtype is None else "fp32"
         if cfg.generation.backend == "trtllm" or dtype in ("bfloat16", "float16"):
             engine = "bf16"
-        return replace(cfg.guards, sampler_gap=replace(gap, ceiling=sampler_gap_ceiling(cfg.precision, engine, layers)))
+        of_a_layer = (GAP_OF_A_LAYER[one] for one in (engine, "fp8" if cfg.precision.fp8 else cfg.precision.dtype))
+        return replace(cfg.guards, sampler_gap=replace(gap, ceiling=max(of_a_layer) * math.sqrt(layers)))
 
     def given_rollouts(self, arm: str) -> RolloutStore | None:
         """The rollouts of another run that an arm trains on."""
@@ -242,7 +244,9 @@ class Builder:
             log=logs,
             max_length=cfg.model.seq_length,
             arguments=("--weight-transfer-config", json.dumps({"backend": "nccl"})) if nccl else (),
-            logprobs_after_temperature=self._logprobs_after_temperature,
+            # With a top-p cut, training and evaluations are at temperature 1 (``config.run``), where both kinds are
+            # the same for an evaluation, which has no cut.
+            logprobs_after_temperature=generation.backend == "vllm" and cfg.sampling.top_p == 1,
             sleeps=generation.placement == "shared",
             nccl_library=servers.nccl_library(generation) if nccl else None,
             adapter_rank=cfg.lora.rank if cfg.lora.rank and refit.lora == "adapter" else None,
@@ -278,12 +282,6 @@ class Builder:
             progress=True,
             **texts,
         )
-
-    @property
-    def _logprobs_after_temperature(self) -> bool:
-        """With a top-p cut, training and evaluations are at temperature 1 (``config.run``); an evaluation has no cut,
-        and both kinds are the same for it."""
-        return self._cfg.generation.backend == "vllm" and self._cfg.sampling.top_p == 1
 
     def _own_gpus(self) -> int:
         """GPUs that this run's processes on this machine use."""
