@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain
 from pathlib import Path
@@ -33,7 +33,7 @@ from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import check_disk_space, estimate_bytes
 from nemo_edo.run.made_from import MadeFrom, files_below
-from nemo_edo.run.problems import read_problems
+from nemo_edo.run.problems import RunProblems, read_problems
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import source_files
@@ -48,37 +48,34 @@ ARITHMETIC = "arithmetic"
 """The built-in task's name in the manifests of its files."""
 
 
-@dataclass(frozen=True)
-class Data:
+@dataclass(frozen=True, kw_only=True)
+class Data(RunProblems):
     """A run's problems, tokenised and checked against the context."""
 
     tokenizer: PreTrainedTokenizerBase
     stop: StopTokens
     """What ends a response."""
-    train: list[Problem]
-    test: list[Problem]
     prompts: dict[str, TokenIds]
     """Prompt ids of the problems of ``train`` and ``test``, by problem id."""
     solutions: list[tuple[TokenIds, TokenIds]]
     """What the warm-up learns: prompt and solution ids. Empty without a warm-up."""
     seq_length: int
     """model.seq_length, or what it follows from where that is null."""
-    skipped_rows: int
-    scorer: Scorer = field(default_factory=ExactAnswerScorer)
+    scorer: Scorer
     """What scores responses to them."""
-    judge: Judge | None = None
+    judge: Judge | None
     """The language model that the scorer asks, if any."""
-    made_from: MadeFrom = field(default_factory=lambda: MadeFrom({}, {}))
+    made_from: MadeFrom
     """The files that all this was read from."""
-    made: dict[str, list[Problem]] = field(default_factory=dict)
+    made: dict[str, list[Problem]]
     """The splits that the run makes, before they are in its folder."""
-    begun: datetime = field(default_factory=datetime.now)
+    begun: datetime
     """The time that prompts have where a chat template writes it."""
-    left_out: frozenset[int] | None = None
+    left_out: frozenset[int] | None
     """The special tokens that responses' texts are without; None: all."""
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[str]
     """What a person should know of the prompts."""
-    style: PromptStyle = field(default_factory=lambda: PromptStyle("{question}"))
+    style: PromptStyle
     """What makes prompts of problems."""
 
     @property
@@ -195,11 +192,6 @@ def load_checked_data(
     return data
 
 
-def seq_length(cfg: RunConfig) -> int:
-    """``model.seq_length``, or what it follows from: then all problems are read and tokenised."""
-    return cfg.model.seq_length or load_checked_data(cfg, scores=False).seq_length
-
-
 def load_data(
     cfg: RunConfig,
     run: RunFolder,
@@ -257,14 +249,12 @@ def load_data(
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
         check_context(folder, read_fields(folder), limit, given=False)
     return Data(
+        **vars(read),
         tokenizer=tokenizer,
         stop=stop,
-        train=read.train,
-        test=read.test,
         prompts=prompts,
         solutions=solutions,
         seq_length=limit,
-        skipped_rows=read.skipped_rows,
         scorer=scorer,
         judge=judge,
         made=dict(made),
@@ -312,13 +302,14 @@ def input_files(cfg: RunConfig) -> dict[str, dict[str, Path]]:
     return found | {name: source_files(path) for name, path in functions.items() if path is not None}
 
 
-def with_seq_length(cfg: RunConfig, data: Data) -> RunConfig:
-    """The config with the data's ``seq_length``, where it was null. Raises UserError where it does not fit the rest of
-    the config."""
+def with_seq_length(cfg: RunConfig, data: Data | None = None) -> RunConfig:
+    """The config with the data's ``seq_length``, where it was null. data: None: they are read and tokenised for it.
+    Raises UserError where it does not fit the rest of the config."""
     if cfg.model.seq_length is not None:
         return cfg
     from nemo_edo.config.compose import arm_configs
 
+    data = data or load_checked_data(cfg, scores=False)
     try:
         found = replace(cfg, model=replace(cfg.model, seq_length=data.seq_length))
         arm_configs(found)

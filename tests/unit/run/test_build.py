@@ -112,8 +112,7 @@ def test_sequences_are_as_long_as_the_longest_prompt_with_a_response_or_the_long
         prompted = data.longest_prompt + 20
         learned = max(len(prompt) + len(solution) for prompt, solution in data.solutions)
         assert (learned > prompted) is solves
-        assert data.seq_length == inputs.seq_length(cfg) == max(prompted, learned)
-        assert inputs.with_seq_length(cfg, data).model.seq_length == data.seq_length
+        assert data.seq_length == inputs.with_seq_length(cfg).model.seq_length == max(prompted, learned)
         assert load(tmp_path, *overrides, f"model.seq_length={data.seq_length}").prompts == data.prompts
         with pytest.raises(UserError, match="tokens, more than the"):
             load(tmp_path, *overrides, f"model.seq_length={data.seq_length - 1}")
