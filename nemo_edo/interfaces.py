@@ -12,7 +12,12 @@ from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, 
 
 
 class GenerationEngine(Protocol):
-    """Generates responses with the current weights of a policy."""
+    """Generates responses with the current weights of a policy.
+
+    An engine that hands over responses as they end also has ``takes_all``: whether it wants all requests at a time,
+    since a part's end leaves servers idle; otherwise it gets them in parts. ``generate`` then takes ``Arrivals``, which
+    may have already what it returns.
+    """
 
     policy_version: int
 
@@ -35,18 +40,6 @@ class Arrivals(Watch, Protocol):
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Some responses that have ended, a sign of life. From any thread; returns at once."""
-
-
-class StreamingEngine(GenerationEngine, Protocol):
-    """Hands over responses as they end."""
-
-    takes_all: bool
-    """Whether it wants all requests at a time: a part's end leaves servers idle. Otherwise it gets them in parts."""
-
-    def generate(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, arrivals: Arrivals | None = None
-    ) -> list[Rollout]:
-        """As any engine; what it returns, ``arrivals`` may have already."""
 
 
 class Scorer(Protocol):

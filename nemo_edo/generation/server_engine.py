@@ -34,7 +34,7 @@ class ServedWeights(Protocol):
 
 @dataclass(eq=False, repr=False)
 class ServerEngine:
-    """A StreamingEngine over replicas of one model."""
+    """A GenerationEngine with ``takes_all`` over replicas of one model."""
 
     takes_all: ClassVar[bool] = True
     replicas: list[Replica]

@@ -1,6 +1,6 @@
 """Responses that are scored and put on disk while others are generated: a killed process loses only what had not ended.
 
-A ``StreamingEngine`` hands over responses as they end, any other one a part's responses together.
+An engine with ``takes_all`` hands over responses as they end, any other one a part's responses together.
 """
 
 from __future__ import annotations

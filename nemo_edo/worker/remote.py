@@ -100,7 +100,7 @@ class RemotePolicy:
 
 
 class RemoteEngine:
-    """``interfaces.StreamingEngine`` over the policy's own weights: each data-parallel rank generates its share."""
+    """``interfaces.GenerationEngine`` over the policy's own weights: each data-parallel rank generates its share."""
 
     takes_all = False
 
