@@ -56,9 +56,8 @@ class GRPO:
             paths = {}
             for problem, group in by_problem(scored).items():
                 labels = paths_of(self.questions[problem], [item.rollout.text for item in group])
-                samples = (item.rollout.sample_index for item in group)
-                paths |= {(problem, sample): label for sample, label in zip(samples, labels, strict=True)}
-            path_of_each = [paths[item.rollout.problem_id, item.rollout.sample_index] for item in scored]
+                paths |= zip(map(id, group), labels, strict=True)
+            path_of_each = [paths[id(item)] for item in scored]
             shares = losses.redundancy_shares(path_of_each, correct, group_ids)
             strength = config.novelty_strength
             statistics["redundancy"] = float(shares[correct].mean()) if correct.any() else 0.0

@@ -58,10 +58,6 @@ class Plan:
         order = epoch_order(len(self.problems), self.seed, -1 - t)  # negative: no pass over the set has it
         return [self.problems[place] for place in order if self.problems[place].id not in collected]
 
-    def requests(self, problems: Sequence[Problem], t: int) -> list[GenerationRequest]:
-        """Iteration t's requests for the problems, ``samples_per_prompt`` each."""
-        return sampling_requests(problems, self.prompts, self.sampling.samples_per_prompt, self.seed, "collect", t)
-
     @property
     def is_dynamic(self) -> bool:
         """Whether groups whose rewards are all equal are dropped and replaced (DAPO)."""

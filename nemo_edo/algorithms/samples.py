@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from nemo_edo.algorithms.collection import Collected, by_problem, response_statistics
 from nemo_edo.algorithms.grpo import keep_informative
-from nemo_edo.algorithms.plan import Plan
+from nemo_edo.algorithms.plan import Plan, sampling_requests
 from nemo_edo.algorithms.services import Position, Services
 from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import RunStopped, UserError
@@ -102,7 +102,7 @@ def generate_samples(
     asked, substitutes = plan.collection_problems(t), plan.substitutes(t) if plan.is_dynamic else []
     everything, kept = [], []
     for _ in range(1 + (plan.config.max_extra_rounds if plan.is_dynamic else 0)):
-        requests = plan.requests(asked, t)
+        requests = sampling_requests(asked, plan.prompts, settings.samples_per_prompt, plan.seed, "collect", t)
         more = parts.responses(requests, run.engine, run.scorer, sampling, plan.problems)
         everything += more
         kept += keep_informative(more) if plan.is_dynamic else more

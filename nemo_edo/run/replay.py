@@ -29,15 +29,12 @@ def replay(path: Path, overrides: list[str]) -> None:
     path: ``failures/ARM_step_XXXXXXXX.safetensors`` in a run's folder, which a guard has kept. Raises UserError for
     any other file.
     """
-    strange = [override for override in overrides if not override.startswith(MAY_DIFFER)]
-    if strange:
-        raise UserError(f"replay takes overrides of parallelism.*, precision.* and threads only: {', '.join(strange)}")
     arm, _, step = path.stem.rpartition("_step_")
     run = path.parent.parent
     if not arm or not (run / CONFIG).is_file():
         raise UserError(f"{path} is not a batch that a run has kept: RUN/failures/ARM_step_XXXXXXXX.safetensors")
+    stored = open_run(run, overrides, only=MAY_DIFFER, command="replay")
     batch, about = read_batch(path)
-    stored = open_run(run, overrides)
     training = arm_configs(stored.cfg).get(arm, stored.cfg.sft)
     model = Builder(stored.cfg, stored.folder).model(training, path.with_suffix(""))
     model.start_training(1)  # the gradient's norm is checked by the optimizer

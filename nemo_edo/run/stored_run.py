@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +16,6 @@ from nemo_edo.run.made_from import require_noted
 from nemo_edo.run_folder import CONFIG, RunFolder
 from nemo_edo.types import ScoredRollout
 from nemo_edo.utils.files import flattened, read_mapping
-
-_ITERATION = re.compile(r"iter_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ class StoredRun:
         ``evaluated``."""
         iterations = {}
         for arm in arm_configs(self.cfg):
-            found = self.folder.rollouts(arm).glob("iter_*/rank_*.parquet")
-            if numbers := {int(match[1]) for path in found if (match := _ITERATION.fullmatch(path.parent.name))}:
+            found = self.folder.rollouts(arm).glob("iter_?????/rank_*.parquet")
+            if numbers := {int(path.parent.name.removeprefix("iter_")) for path in found}:
                 iterations[arm] = sorted(numbers)
         none = "no arm has stored responses; train it, or run nemo-edo collect"
         chosen = self._chosen(arms, list(iterations), "has no stored responses", none)

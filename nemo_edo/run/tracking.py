@@ -126,16 +126,15 @@ def start_tracking(settings: dict[str, Any], folder: Path, ids: Path, hyperparam
     config = {"explicit_log_dir": str(folder), "create_checkpoint_callback": False, **settings}
     with_mlflow = config.pop("create_mlflow_logger", False)
     known = read_object(ids, ()) if ids.exists() else {}
+    names = dict(known)
     if config.get("create_wandb_logger"):
         chosen = {"id": known.get("wandb", uuid4().hex[:8]), **(config.get("wandb_logger_kwargs") or {})}
-        config["wandb_logger_kwargs"], names = chosen, {**known, "wandb": chosen["id"]}
-    else:
-        names = known
+        config["wandb_logger_kwargs"], names["wandb"] = chosen, chosen["id"]
     try:
         exp_manager(trainer, OmegaConf.create(config))
         if with_mlflow:
             logger = _mlflow_logger(config, folder, known.get("mlflow"))
-            trainer.loggers, names = [*trainer.loggers, logger], {**names, "mlflow": logger.run_id}
+            trainer.loggers, names["mlflow"] = [*trainer.loggers, logger], logger.run_id
     except (ValueError, ImportError) as error:  # settings that do not go together, or a logger that is not installed
         raise UserError(f"exp_manager: {error}") from error
     if names != known:
