@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -158,7 +157,7 @@ def _launchable(launch: Launch) -> Launch:
 def launch(plan: Launch, *, dry_run: bool) -> str:
     """Submits a plan and says how to follow it; dry_run: returns its script and writes nothing."""
     if dry_run:
-        return job_script(plan)
+        return script(plan, "job.sh.j2")
     check_folder(plan.folder)
     write_snapshot(plan)
     jobs = submit(plan)
@@ -187,58 +186,11 @@ def time_plan(launch: Launch) -> str:
 # --- scripts ------------------------------------------------------------------------------------------------------
 
 
-def job_script(launch: Launch) -> str:
-    """The sbatch script that trains."""
-    cluster = launch.cluster
-    per_node = cluster.processes_per_node
-    options = [
-        f"--job-name={_job_name(launch)}",
-        f"--nodes={cluster.nodes + cluster.server_nodes}",
-        f"--ntasks-per-node={per_node}",
-        _output(launch, "job_%A_%a.log" if launch.sweep else "job_%j.log"),
-        "--open-mode=append",
-        "--requeue" if cluster.requeues else "--no-requeue",
-    ]
-    if launch.sweep:
-        limit = f"%{cluster.array_limit}" if cluster.array_limit else ""
-        options.append(f"--array={','.join(map(str, launch.waiting))}{limit}")
-    if cluster.stop_before_s:
-        options.append(f"--signal=B:USR1@{cluster.stop_before_s}")
-    if cluster.gpus_per_node:
-        options.append(f"--gpus-per-node={cluster.gpus_per_node}")
-    if cluster.time_limit:
-        options.append(f"--time={cluster.time_limit}")
-    options += _site(cluster)
-    options += [_option(key, value) for key, value in cluster.options.items() if value is not False]
-    return _render(
-        launch,
-        "job.sh.j2",
-        options=options,
-        members=launch.sweep is not None,
-        nodes=cluster.nodes,
-        server_nodes=cluster.server_nodes,
-        server_limit_s=launch.cfg and f"{launch.cfg.generation.servers.start_limit_s:g}",
-        processes_per_node=per_node,
-        tasks_per_node=1 if cluster.launcher == "torchrun" else per_node,
-        launcher=cluster.launcher,
-        requeues=cluster.requeues,
-        health_limit_s=f"{cluster.health_limit_s:g}" if cluster.health_limit_s else "",
-        shared_folder=cluster.shared_folder or str(launch.folder),
-    )
-
-
-def report_script(launch: Launch) -> str:
-    """The sbatch script that writes a sweep's report once all of its members have ended."""
-    options = [f"--job-name={_job_name(launch)}-report", "--nodes=1", "--ntasks=1", _output(launch, "report_%j.log")]
-    arguments = shlex.join([str(launch.folder), str(launch.sweep.folder)])
-    return _render(launch, "report.sh.j2", options=[*options, *_site(launch.cluster)], arguments=arguments)
-
-
-def _render(job: Launch, template: str, **values: Any) -> str:
-    """A script, with what is common to all."""
-    cluster, container = job.cluster, job.cluster.container
+def script(launch: Launch, template: str) -> str:
+    """An sbatch script: job.sh.j2 trains, report.sh.j2 writes a sweep's report once all of its members have ended."""
+    cluster, container = launch.cluster, launch.cluster.container
     # The run's folders have the same paths inside the container.
-    folders = {str(job.folder), *(str(member.run.parent) for member in job.members)}
+    folders = {str(launch.folder), *(str(member.run.parent) for member in launch.members)}
     if cluster.shared_folder:
         folders.add(cluster.shared_folder)
     mounts = [*(f"{path}:{path}" for path in sorted(folders)), *container.mounts]
@@ -253,37 +205,17 @@ def _render(job: Launch, template: str, **values: Any) -> str:
     # Without escapes: it is shell, not HTML, and shlex quotes the values.
     loader = PackageLoader("nemo_edo.cluster")
     environment = Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    environment.filters["quote"] = shlex.quote
+    environment.filters["quote"] = lambda value: shlex.quote(str(value))
     return environment.get_template(template).render(
-        launch=str(job.folder),
-        setup=cluster.setup,
-        environment=sorted(cluster.environment.items()),
-        secrets=cluster.secrets,
-        secrets_file=cluster.secrets_file and str(Path(cluster.secrets_file).expanduser().absolute()),
-        code=str(job.folder / "code"),
+        launch=launch,
+        cluster=cluster,
+        name="".join(c if c.isalnum() or c in "._=-" else "_" for c in launch.folder.parent.name),
+        logs=str(launch.folder).replace("%", "%%"),  # Slurm replaces what follows a single %
+        secrets_file=cluster.secrets_file and Path(cluster.secrets_file).expanduser().absolute(),
         step_options=step_options,
         run_in_container=prefix,
         python=cluster.python or (sys.executable if container.kind == "none" else "python3"),
-        **values,
     )
-
-
-def _site(cluster: ClusterConfig) -> list[str]:
-    given = {"account": cluster.account, "partition": cluster.partition, "qos": cluster.qos}
-    return [_option(key, value) for key, value in given.items() if value is not None]
-
-
-def _output(launch: Launch, name: str) -> str:
-    """name: with Slurm's placeholders, such as %j; a % of the folder's name is none."""
-    return _option("output", str(launch.folder).replace("%", "%%") + f"/{name}")
-
-
-def _option(key: str, value: object) -> str:
-    return f"--{key}" if value is True else f"--{key}={shlex.quote(str(value))}"
-
-
-def _job_name(launch: Launch) -> str:
-    return "".join(c if c.isalnum() or c in "._=-" else "_" for c in launch.folder.parent.name)
 
 
 # --- submission ---------------------------------------------------------------------------------------------------
@@ -307,11 +239,11 @@ def write_snapshot(launch: Launch) -> None:
         _write(members / f"{place}.json", json.dumps(arguments))
     for place in launch.waiting:  # what was finished under this name and is to run again, such as a selftest
         (launch.folder / "finished" / str(place)).unlink(missing_ok=True)
-    _write(launch.folder / "job.sh", job_script(launch))
+    _write(launch.folder / "job.sh", script(launch, "job.sh.j2"))
     if launch.sweep:
         names = {place: member.run.name for place, member in enumerate(launch.members)}
         _write(launch.folder / "members.json", json.dumps(names, indent=1))
-        _write(launch.folder / "report.sh", report_script(launch))
+        _write(launch.folder / "report.sh", script(launch, "report.sh.j2"))
 
 
 def _write(path: Path, text: str) -> None:
