@@ -115,10 +115,6 @@ def _config(default: str | None = "quickstart", help: str = "default: %(default)
     )
 
 
-def _multirun(help: str) -> Argument:
-    return _argument("-m", "--multirun", action="store_true", help=help)
-
-
 _OVERRIDES = _argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, in Hydra's override syntax")
 _RUN = _argument("run", type=Path, metavar="RUN", help="the run's folder")
 _ARM = _argument("--arm", metavar="NAME", help="default: every arm")
@@ -132,7 +128,9 @@ COMMANDS = {
         "train a policy for each arm of a config, and write the report", "quickstart.md",
         ("train", "train --config-name idpo_quickstart seed=2", "train name=strong arms.ed_grpo.alpha=0.1",
          "train --print-config grpo.iterations=3", "train -m seed=1,2,3 name=seeds"),
-        (*_config(), _multirun("a sweep: one run for each combination of the values KEY=A,B"),
+        (*_config(),
+         _argument("-m", "--multirun", action="store_true",
+                   help="a sweep: one run for each combination of the values KEY=A,B"),
          _argument("--jobs", type=_count, metavar="N", help="with -m: concurrent runs; default: 1"),
          _argument("--processes", type=_count, metavar="N", help="with -m: torchrun processes per run"),
          _argument("--print-config", action="store_true",
@@ -145,7 +143,8 @@ COMMANDS = {
         "submit a config, or a sweep, as a Slurm job", "slurm.md",
         ("launch cluster=slurm --dry-run", "launch cluster=slurm cluster.nodes=2 --selftest --dry-run",
          "launch -m --config-name alpha_sweep seed=1,2 cluster=slurm --dry-run"),
-        (*_config(), _multirun("a sweep, as a job array with one report"),
+        (*_config(),
+         _argument("-m", "--multirun", action="store_true", help="a sweep, as a job array with one report"),
          _argument("--selftest", action="store_true",
                    help="run nemo-edo selftest on the config's nodes instead of training"),
          _ONLY,

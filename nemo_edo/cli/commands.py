@@ -258,20 +258,8 @@ def say(message: str, file: TextIO | None = None) -> None:
         print(printable(message), file=file)
 
 
-RUN = {
-    "train": _train,
-    "launch": _launch,
-    "collect": _collect,
-    "evaluate": _evaluate,
-    "search": _search,
-    "score": _score,
-    "report": _report,
-    "study": _study,
-    "doctor": _doctor,
-    "selftest": _selftest,
-    "export": _export,
-    "replay": _replay,
-}
+_CALLS = (_train, _launch, _collect, _evaluate, _search, _score, _report, _study, _doctor, _selftest, _export, _replay)
+RUN = {call.__name__.removeprefix("_"): call for call in _CALLS}
 """The function of each of ``arguments.COMMANDS``; it returns the exit status (None: 0)."""
 
 WITH_WORKERS = ("train", "collect", "evaluate", "search", "export", "replay")
