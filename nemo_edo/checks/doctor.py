@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_edo.checks import advice, machine, memory
-from nemo_edo.checks.check_list import CHECKS
 from nemo_edo.checks.installed import WITHOUT_DEPENDENCIES, about, installed
 from nemo_edo.checks.iteration_time import GPU_BYTES, Iteration, generation_seconds, iteration_times
 from nemo_edo.checks.machine import DOCTOR, FAIL, Finding, Gpu, failed, passed
@@ -23,10 +22,10 @@ from nemo_edo.checks.preflight import (
     require_mounted,
     with_fitted_parallelism,
 )
+from nemo_edo.checks.selftest import CHECKS
 from nemo_edo.config import NONE, GRPOConfig, LoopConfig, ParallelismConfig, PrecisionConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN, arm_configs, compose_incomplete
 from nemo_edo.config.generation import AUTO
-from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.model_folder import find_model, weight_files
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import estimate_bytes, free_bytes
@@ -34,7 +33,6 @@ from nemo_edo.utils.files import check_folder
 from nemo_edo.utils.memory import total_bytes
 
 DEFAULT_GPU = 80 * 10**9  # bytes of a hypothetical GPU: an H100's
-INDENT = 13
 SHOWN_STAGES = 8
 COMPARISON_S = 1800.0  # how long the comparison with transformers may take: it reads the whole model
 ASSUMED_PROBLEMS = 1000  # of an iteration over the whole training set, in estimates of time
@@ -51,26 +49,18 @@ def diagnose(
     findings = [(check.name, check.run(here)) for check in CHECKS if DOCTOR in check.runs_in]
     if composed is not None:
         findings += of_config(*composed, devices(here.gpus, count, memory))
-    lines = [f"{name:{INDENT - 1}} {said}" for name, said in about().items()]
-    for name, finding in findings:
-        if finding.status != FAIL and finding.detail:
-            lines.append(f"{name:{INDENT - 1}} " + finding.detail.replace("\n", "\n" + " " * INDENT))
-    problems = [finding for _, finding in findings if finding.status == FAIL]
-    for problem in problems:
-        faults, remedies = problem.detail.splitlines(), problem.remedy.splitlines()
-        if len(faults) == len(remedies):
-            lines += [f"PROBLEM      {fault}: {remedy}" for fault, remedy in zip(faults, remedies, strict=True)]
-        else:
-            lines += f"PROBLEM      {problem.detail}. {problem.remedy}".rstrip(". ").splitlines()
-    lines += [] if problems else ["ok"]
-    return "\n".join(line.rstrip() for line in "\n".join(lines).splitlines()), not problems
+    shown = [*about().items(), *((name, finding.detail) for name, finding in findings if finding.status != FAIL)]
+    faults = [("PROBLEM", finding.detail) for _, finding in findings if finding.status == FAIL]
+    texts = [f"{name:12} {text}".replace("\n", "\n" + " " * 13) for name, text in [*shown, *faults] if text]
+    lines = "\n".join(texts if faults else [*texts, "ok"]).splitlines()
+    return "\n".join(line.rstrip() for line in lines), not faults
 
 
 def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> list[tuple[str, Finding]]:
-    """What there is to say of a config, each with its name; one fault where the config cannot be a ``Case``."""
+    """What there is to say of a config, each with its name; one fault where it cannot be a ``Case``."""
     findings = [("to be given", passed(", ".join(missing)))]
     try:
-        subject = case(cfg, missing, found)
+        subject = Case(cfg, missing, found)
     except UserError as error:
         return [*findings, ("config", failed(str(error)))]
     findings += [(name, passed(text)) for name, text in sizes(subject).items()]
@@ -99,70 +89,57 @@ def devices(gpus: list[Gpu], count: int | None, memory: int | None) -> Devices:
     return Devices(here, count or len(gpus) or 1, memory or smallest)
 
 
-@dataclass(frozen=True)
 class Case:
-    """A config on devices."""
+    """A config on devices, and what the checks of it know."""
 
-    given: RunConfig
-    devices: Devices
-    shape: ModelShape
-    longest: int | None  # tokens of the longest sequence; None where the problems or the tokenizer are not at hand
-    train: float  # the number of training problems; infinite where it is not known
-    known: dict[str, object]  # facts of the device and the problems, as ``workloads`` takes them
-    cfg: RunConfig  # ``given`` with numbers in place of what it leaves open
-    warnings: list[str]  # of the prompts and the model
-    training: str  # the one whose fullest GPU needs most
-    load: memory.Workload  # its
-    stages: list[memory.Memory]  # of a GPU of each of its pipeline stages
+    def __init__(self, cfg: RunConfig, missing: list[str], devices: Devices) -> None:
+        """missing: settings that a run would need. Raises UserError for a model that is not known or does not go with
+        the config, splits that are not possible, and problems that could not be used."""
+        cfg = require_mounted(cfg)
+        if cfg.model.path not in (None, NOT_GIVEN):
+            with contextlib.suppress(UserError):  # the folder of a hub's model that is in the cache
+                folder = find_model(cfg.model.path, download=False)
+                cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
+            # Where the devices are others than this machine's, so may be the folder's weights.
+            folder, served = Path(cfg.model.path), cfg.algorithm == NONE and cfg.generation.is_served
+            at_hand = (folder / "config.json").is_file() and (devices.here or weight_files(folder))
+            if at_hand and (served or installed(WITHOUT_DEPENDENCIES)):
+                from nemo_edo.run import inputs
 
-    @property
-    def only_served(self) -> bool:
-        return self.cfg.generation.is_served and not self.load.trains
+                if not served:
+                    from nemo_edo.megatron import platform
 
+                    platform.enter()
+                inputs.check_model(cfg)
+        self.devices, self.shape = devices, memory.model_shape(cfg)
+        node = min(devices.count, advice.GPUS_OF_A_NODE)
+        given = with_fitted_parallelism(cfg, self.shape, devices.count, node, devices.bytes, cpu=devices.cpu)
+        memory.check_possible(given, self.shape, devices.count)
+        check_settings(cfg)
+        if devices.here:
+            check_data_paths(cfg)
+        self.warnings: list[str] = []  # of the prompts and the model
+        self.longest: int | None = None  # tokens of the longest sequence, where problems and tokenizer are at hand
+        self.train, test = memory.problems(given, "train"), memory.problems(given, "test")  # infinite: not known
+        if not any(key.startswith("data.") for key in missing) and (found := checked_problems(given)) is not None:
+            self.longest, self.warnings = found.seq_length, found.warnings
+            self.train, test = len(found.train), len(found.test)
+        if cfg.has_arms and math.isfinite(self.train):
+            from nemo_edo.algorithms.plan import require_several_steps  # imports torch
 
-def case(cfg: RunConfig, missing: list[str], devices: Devices) -> Case:
-    """missing: settings that a run would need. Raises UserError for a model that is not known or does not go with the
-    config, splits that are not possible, and problems that could not be used."""
-    cfg = require_mounted(cfg)
-    if cfg.model.path not in (None, NOT_GIVEN):
-        with contextlib.suppress(UserError):  # the folder of a hub's model that is in the cache
-            folder = find_model(cfg.model.path, download=False)
-            cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
-        # Where the devices are others than this machine's, so may be the folder's weights.
-        folder, has_bridge = Path(cfg.model.path), installed(WITHOUT_DEPENDENCIES)
-        served = cfg.algorithm == NONE and cfg.generation.is_served
-        at_hand = (folder / "config.json").is_file() and (devices.here or weight_files(folder))
-        if at_hand and (served or has_bridge):
-            from nemo_edo.run import inputs
-
-            if not served:
-                from nemo_edo.megatron import platform
-
-                platform.enter()
-            inputs.check_model(cfg)
-    shape = memory.model_shape(cfg)
-    node = min(devices.count, advice.GPUS_OF_A_NODE)
-    given = with_fitted_parallelism(cfg, shape, devices.count, node, devices.bytes, cpu=devices.cpu)
-    memory.check_possible(given, shape, devices.count)
-    check_settings(cfg)
-    if devices.here:
-        check_data_paths(cfg)
-    warnings: list[str] = []
-    longest, train, test = None, memory.problems(given, "train"), memory.problems(given, "test")
-    if not any(key.startswith("data.") for key in missing) and (found := checked_problems(given)) is not None:
-        longest, train, test, warnings = found.seq_length, len(found.train), len(found.test), found.warnings
-    if cfg.has_arms and math.isfinite(train):
-        from nemo_edo.algorithms.plan import require_several_steps  # imports torch
-
-        require_several_steps(arm_configs(cfg), int(train), cfg.sampling.samples_per_prompt)
-    ranks, known = devices.count // given.parallelism.model_ranks, {"cpu": devices.cpu, "tested": test}
-    cfg = memory.for_estimate(given, ranks, longest=longest, train=train, test=test)
-    if given.generation.max_batch_size == AUTO:
-        rows = memory.counted_rows(cfg)
-        cfg = memory.with_rows_that_fit(cfg, shape, devices.count, devices.bytes, rows=rows, **known)
-    loads = memory.workloads(cfg, shape, devices.count, **known)
-    training, stages = memory.largest(loads)
-    return Case(given, devices, shape, longest, train, known, cfg, warnings, training, loads[training], stages)
+            require_several_steps(arm_configs(cfg), int(self.train), cfg.sampling.samples_per_prompt)
+        self.known = {"cpu": devices.cpu, "tested": test}  # facts of the device and the problems, for ``workloads``
+        ranks = devices.count // given.parallelism.model_ranks
+        cfg = memory.for_estimate(given, ranks, longest=self.longest, train=self.train, test=test)
+        if given.generation.max_batch_size == AUTO:
+            rows = memory.counted_rows(cfg)
+            cfg = memory.with_rows_that_fit(cfg, self.shape, devices.count, devices.bytes, rows=rows, **self.known)
+        self.given, self.cfg = given, cfg  # cfg: with numbers in place of what the other leaves open
+        loads = memory.workloads(cfg, self.shape, devices.count, **self.known)
+        # The training whose fullest GPU needs most, and the memory of a GPU of each of its pipeline stages.
+        self.training, self.stages = memory.largest(loads)
+        self.load = loads[self.training]
+        self.only_served = cfg.generation.is_served and not self.load.trains
 
 
 # --- the model and its memory -----------------------------------------------------------------------------------------
@@ -357,11 +334,10 @@ def disk(case: Case) -> str:
     """Rollouts at most; the start, each arm's last and best policies, and checkpoints of the arm in training."""
     cfg = case.cfg
     arms = [training for training in memory.trainings(cfg).values() if isinstance(training, LoopConfig)]
-    rollouts, unknown = 0, bool(arms) and math.isinf(case.train)
+    response, unknown, rollouts = cfg.sampling.max_new_tokens, bool(arms) and math.isinf(case.train), 0
     for arm in [] if unknown else arms:
-        longest, response = cfg.model.seq_length, cfg.sampling.max_new_tokens
         sampled = min(arm.problems_per_iteration or case.train, case.train) * cfg.sampling.samples_per_prompt
-        rollouts += arm.iterations * estimate_bytes(sampled, longest - response, response)
+        rollouts += arm.iterations * estimate_bytes(sampled, cfg.model.seq_length - response, response)
     checkpoints = 0
     if case.load.trains:
         precision = PrecisionConfig(cfg.precision.dtype)  # a file has no second copy in FP8

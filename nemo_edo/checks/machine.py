@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,9 +52,33 @@ class Check:
     name: str
     run: Callable[[Machine], Finding]
     runs_in: Sequence[str] = (SELFTEST,)
-    needs: Callable[[Machine], str | None] = lambda machine: None  # why this machine cannot do it; None where it can
     every_rank: bool = False  # whether each rank runs it; otherwise the first one does
     remedy: str = ""  # for a failure whose finding names none
+    # What it needs.
+    processes: int = 1
+    nodes: int = 1
+    gpu: bool = False
+    te: float = 0.0  # Transformer Engine, on GPUs of this capability
+    spare_gpus: int = 0  # of a node, more than the trainer has; on another node, only where nodes have GPUs
+
+    def lacking(self, machine: Machine) -> str | None:
+        """Why the machine cannot do it; None where it can."""
+        if self.gpu and not machine.gpus:
+            return "it needs a GPU"
+        if machine.world < (n := self.processes):
+            return f"it needs {n} processes: torchrun --nproc-per-node {n} --no-python nemo-edo selftest"
+        if self.nodes > 1 and machine.world == machine.local_size:
+            return "it needs a second node"
+        if self.te and not machine.gpus:
+            return "it needs a GPU and Transformer Engine"
+        if self.te and not machine.has_te:
+            return "Transformer Engine is not installed"
+        if self.te and (here := float(machine.gpus[0].capability)) < self.te:
+            return f"it needs a GPU of capability {self.te}; this is {here}"
+        spare = max(0, len(machine.gpus) - machine.local_size)
+        if spare < self.spare_gpus and (machine.gpus or self.nodes == 1):
+            return f"it needs {self.spare_gpus} more GPUs on a node than the trainer has"
+        return None
 
 
 def passed(detail: str, **figures: float) -> Finding:
@@ -214,7 +239,9 @@ class Machine:
         log = self.scratch / f"{''.join(c if c.isalnum() else '_' for c in self.check)}_rank_{self.rank}.log"
         context: Any = multiprocessing.get_context("fork" if self.forks else "spawn")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(theirs, os.getpid(), log, environment, call, arguments))
+        process = context.Process(
+            target=_child, args=(theirs, os.getpid(), log, environment, partial(call, *arguments))
+        )
         process.start()
         theirs.close()
         try:
@@ -232,25 +259,18 @@ class Machine:
         return value
 
 
-def _child(
-    pipe: Connection,
-    parent: int,
-    log: Path,
-    environment: Mapping[str, str | None],
-    call: Callable[..., Any],
-    arguments: tuple[Any, ...],
-) -> None:
-    """Sends whether the call succeeded, and its result or why not. environment: changes; None removes a variable."""
+def _child(pipe: Connection, parent: int, log: Path, changes: dict[str, str | None], call: Callable[[], Any]) -> None:
+    """Sends whether the call succeeded, and its result or why not. changes: of the environment; None removes one."""
     end_with(parent)
     with log.open("w") as output:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
             os.dup2(output.fileno(), stream.fileno())
-    for name in environment:
+    for name in changes:
         os.environ.pop(name, None)
-    os.environ.update({name: value for name, value in environment.items() if value is not None})
+    os.environ.update({name: value for name, value in changes.items() if value is not None})
     try:
-        result = (True, call(*arguments))
+        result = (True, call())
     except UserError as error:
         result = (False, str(error))
     except Exception as error:  # whatever a check raises belongs into the table
@@ -268,15 +288,11 @@ def forks_use_gpus() -> bool:
 
     import nemo_edo.models  # noqa: F401
 
-    child = os.fork()
-    if not child:
-        status = 1
-        try:
-            torch.zeros(1, device="cuda")
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    fork: Any = multiprocessing.get_context("fork")
+    process = fork.Process(target=torch.zeros, args=(1,), kwargs={"device": "cuda"})
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
 def facts_here(*, with_torch: bool) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from nemo_edo.checks import installed
 from nemo_edo.checks.machine import CheckError, Finding, Machine, failed, impossible, passed
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import end_of_log
-from nemo_edo.utils.memory import total_bytes
 from nemo_edo.utils.processes import kept
 from nemo_edo.utils.ranks import first_that_resolves
 
@@ -38,47 +37,21 @@ LARGE, SMALL = 256 * 2**20, 4 * 2**20  # bytes of an all-reduce with GPUs and wi
 ROUNDS = 5
 
 
-def several(machine: Machine, least: int = 2) -> str | None:
-    if machine.world >= least:
-        return None
-    return f"it needs {least} processes: torchrun --nproc-per-node {least} --no-python nemo-edo selftest"
-
-
-def spare_gpus(machine: Machine, count: int = 1) -> str | None:
-    spare = len(machine.gpus) - machine.local_size
-    return None if spare >= count else f"it needs {count} more GPUs on a node than the trainer has"
-
-
-def another_node(machine: Machine) -> str | None:
-    if machine.world == machine.local_size:
-        return "it needs a second node"
-    return spare_gpus(machine) if machine.gpus else None
-
-
 # --- what is installed ------------------------------------------------------------------------------------------------
-
-
-def versions(machine: Machine) -> Finding:
-    return passed(", ".join(f"{name} {found}" for name, found in installed.versions().items() if name != "python"))
 
 
 def packages(machine: Machine) -> Finding:
     """The trainer's declared requirements, Megatron-Bridge included."""
-    lines, remedies = [], []
+    faults, extras = [], ("", installed.TRAINER, installed.BRIDGE)
     for need in map(Requirement, installed.requirements()):
-        extras = ("", installed.TRAINER, installed.BRIDGE)
         if need.marker is not None and not any(need.marker.evaluate({"extra": extra}) for extra in extras):
             continue
         found = installed.installed(need.name)
-        if found is not None and need.specifier.contains(found, prereleases=True):
-            continue
-        options = " --no-deps" if need.name == installed.WITHOUT_DEPENDENCIES else ""
-        state = f"is {found}" if found else "is not installed"
-        lines.append(f"{need.name} {state}, needed is {str(need.specifier) or 'any'}")
-        remedies.append(f"pip install{options} '{need.name}{need.specifier}'")
-    if lines:
-        return failed("\n".join(lines), "\n".join(remedies))
-    return passed("all are installed, in versions that fit")
+        if found is None or not need.specifier.contains(found, prereleases=True):
+            options = " --no-deps" if need.name == installed.WITHOUT_DEPENDENCIES else ""
+            state = f"{need.name} {f'is {found}' if found else 'is not installed'}, needed is {need.specifier or 'any'}"
+            faults.append(f"{state}: pip install{options} '{need.name}{need.specifier}'")
+    return failed("\n".join(faults)) if faults else passed("all are installed, in versions that fit")
 
 
 def driver(machine: Machine) -> Finding:
@@ -91,10 +64,6 @@ def driver(machine: Machine) -> Finding:
     if not machine.has_te:
         lines.append("without transformer-engine (fused kernels, FP8, context parallelism)")
     return passed("\n".join(lines))
-
-
-def memory(machine: Machine) -> Finding:
-    return passed(f"{total_bytes() / 1e9:.1f} GB of the host")
 
 
 def gpus(machine: Machine) -> Finding:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -198,19 +197,20 @@ def checkpoint_at_another_layout(machine: Machine) -> Finding:
 # --- what the processes of checks compute -----------------------------------------------------------------------------
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, dtype: str = "float32", **sizes: int) -> Path:
     """A Hugging Face folder with random weights, the same wherever it is written, of the type that is its name."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = {**SHAPE, **MODELS[folder.name], "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    fields = {**SHAPE, **MODELS[folder.name], **sizes, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(folder.name, **fields))
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):  # transformers begins with zeros, which a lost bias would not change
                 parameter.normal_(std=0.1)
-        model.save_pretrained(folder)
+        model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
 
 
 def batch(length: int = LENGTH) -> TrainingBatch:
@@ -368,7 +368,7 @@ def _speed(scratch: Path, gpu: bool) -> tuple[float, float, float]:
     import torch
 
     shape, rows, length = (GPU_SHAPE, 8, 2048) if gpu else (CPU_SHAPE, 4, 256)
-    folder, config = write_wide(scratch / "speed", shape, length)
+    folder = write_model(scratch / "speed" / LLAMA, "bfloat16", **shape)
     precision = "bf16" if gpu else "fp32"
     model = build(folder, SameNumbers(precision, loss_head="auto", training={"micro_batch_size": rows // 4}))
     tokens, ones = torch.randint(2, shape["vocab_size"], (rows, length)), torch.ones(rows, length - 1)
@@ -377,17 +377,8 @@ def _speed(scratch: Path, gpu: bool) -> tuple[float, float, float]:
     size = 8192 if gpu else 1024
     matrix = torch.randn(size, size, device=model.platform_device, dtype=torch.bfloat16 if gpu else torch.float32)
     product = seconds_of(lambda: matrix @ matrix, SPEED_ROUNDS)
-    parameters = matrix_parameters(ModelShape.from_hf(config.to_dict(), str(folder)))
+    parameters = matrix_parameters(ModelShape.from_hf(shape, str(folder)))
     return rows * length / step, 6 * parameters, 2 * size**3 / product
-
-
-def write_wide(folder: Path, shape: dict[str, int], length: int) -> tuple[Path, Any]:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**shape, max_position_embeddings=length, tie_word_embeddings=False)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder, config
 
 
 def memory_of_a_resume(machine: Machine) -> Finding:
@@ -411,7 +402,7 @@ def resumed(scratch: Path, out: Path, shape: dict[str, int]) -> tuple[float, flo
     from nemo_edo.megatron import checkpoint
     from nemo_edo.worker.remote import policy_over
 
-    folder, _ = write_wide(scratch / "wide", shape, LENGTH)
+    folder = write_model(scratch / "wide" / LLAMA, "bfloat16", **shape)
     step = SameNumbers("bf16" if torch.cuda.is_available() else "fp32", parallelism={"use_distributed_optimizer": True})
     model = build(folder, step)
     model.start_training(total_steps=1)
@@ -431,24 +422,3 @@ def resumed(scratch: Path, out: Path, shape: dict[str, int]) -> tuple[float, flo
 def _resident(name: str) -> float:
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
     return float(line.split()[1]) * 1024
-
-
-# --- why a machine cannot do it ---------------------------------------------------------------------------------------
-
-
-def a_gpu(machine: Machine) -> str | None:
-    return None if machine.gpus else "it needs a GPU"
-
-
-def te_on(capability: float = 8.0) -> Callable[[Machine], str | None]:
-    """Transformer Engine, on GPUs of a capability."""
-
-    def why_not(machine: Machine) -> str | None:
-        if not machine.gpus:
-            return "it needs a GPU and Transformer Engine"
-        if not machine.has_te:
-            return "Transformer Engine is not installed"
-        here = float(machine.gpus[0].capability)
-        return None if here >= capability else f"it needs a GPU of capability {capability}; this is {here}"
-
-    return why_not

@@ -1,4 +1,7 @@
-"""``nemo-edo selftest`` runs the checks on every rank, prints a line for each, and writes them into a file
+"""The checks of a machine, in their order: a failure explains those below it. A new one is a function and an entry
+here; those of a config are in ``checks.doctor``.
+
+``nemo-edo selftest`` runs the checks on every rank, prints a line for each, and writes them into a file
 (docs/first_day.md). A Slurm job tries its nodes before its training by some of them, as a step of the job:
 
     srun ... python -m nemo_edo.checks.selftest --folder SHARED --limit 60 --nodes n1,n2
@@ -18,12 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from nemo_edo.checks import numbers
-from nemo_edo.checks.check_list import CHECKS
-from nemo_edo.checks.installed import versions
+from nemo_edo.checks import machine_checks, numbers
+from nemo_edo.checks.installed import ABOUT, installed, versions
 from nemo_edo.checks.machine import (
+    DOCTOR,
     FAIL,
     IMPOSSIBLE,
     NODES,
@@ -36,10 +40,115 @@ from nemo_edo.checks.machine import (
     failed,
     forks_use_gpus,
     impossible,
+    passed,
     together,
 )
+from nemo_edo.checks.machine_checks import server_on_another_node, server_run
+from nemo_edo.checks.numbers import FASTEST, LONG, MIXTURE, PACKED, QWEN, SameNumbers
 from nemo_edo.utils.files import write_text
+from nemo_edo.utils.memory import total_bytes
 from nemo_edo.utils.ranks import variables_of_torchrun
+
+AMPERE, HOPPER, BLACKWELL = 8.0, 9.0, 10.0  # compute capabilities
+RANKS = {"runs_in": (SELFTEST, NODES), "processes": 2, "every_rank": True}
+EAGER = "generation.servers.arguments=[--enforce-eager]"
+"""The first server has captured graphs: that takes most of its start."""
+TO_NCCL = ("generation.refit.transport=nccl", "generation.placement=apart", EAGER)
+TWO = ("generation.servers.replicas=2", "generation.servers.tensor_parallel_size=2")
+ASLEEP = ("generation.placement=shared", "generation.servers.memory_share=0.4", EAGER)
+
+FP8 = {"remedy": "another recipe (precision.fp8_recipe), or bf16; docs/scaling.md has what each needs"}
+ATTENTION = {"remedy": "set model.attention to one that passes"}
+PACKING = {"remedy": "train with packing=false, and report the versions of Transformer Engine and its attention "
+                     "kernels"}  # fmt: skip
+SPLIT = {
+    "processes": 2,
+    "every_rank": True,
+    "remedy": "another split of the ranks; the all-reduce above tells whether they can reach each other",
+}
+CONTEXT = {**SPLIT, "te": AMPERE}
+TRAINING = {"every_rank": True, "remedy": "see the splits above"}
+
+CHECKS = [
+    Check("machine", "versions", runs_in=(DOCTOR,),
+          run=lambda machine: passed(", ".join(f"{name} {installed(name) or 'absent'}" for name in ABOUT))),
+    Check("machine", "packages", machine_checks.packages, (DOCTOR, SELFTEST)),
+    Check("machine", "GPU", machine_checks.driver, (DOCTOR,)),
+    Check("machine", "memory", lambda machine: passed(f"{total_bytes() / 1e9:.1f} GB of the host"), (DOCTOR,)),
+    Check("machine", "same on all ranks", machine_checks.same_on_all_ranks, **RANKS,
+          remedy="start every rank in the same image or environment, on nodes of the same kind"),
+    Check("machine", "GPUs", machine_checks.gpus, (SELFTEST, NODES), every_rank=True,
+          remedy="install a torch that is built for CUDA and for this driver, and see to CUDA_VISIBLE_DEVICES"),
+    Check("machine", "Transformer Engine", machine_checks.transformer_engine,
+          remedy="pip install 'transformer-engine[pytorch]' as the Dockerfile does; without it there is no FP8, no "
+                 "context parallelism, and torch's attention"),
+    Check("machine", "NCCL of trainer and servers", machine_checks.nccl,
+          remedy="reinstall nvidia-nccl in the servers' environment; docs/servers.md"),
+    Check("machine", "connections", machine_checks.connections, **RANKS, remedy="open all ports between the nodes"),
+    Check("machine", "clocks", machine_checks.clocks, **RANKS,
+          remedy="synchronise them (NTP): the times of files and log lines mislead"),
+    Check("machine", "shared folder", machine_checks.shared_folder, (SELFTEST, NODES), every_rank=True,
+          remedy="name a folder that every node can write to: --folder"),
+    Check("machine", "all-reduce", machine_checks.all_reduce, **RANKS,
+          remedy="run with NCCL_DEBUG=INFO (GPUs) and see which interface is taken; NCCL_SOCKET_IFNAME, "
+                 "GLOO_SOCKET_IFNAME"),
+    Check("precision", "fp32 products", numbers.products, gpu=True,
+          remedy="start every process with NVIDIA_TF32_OVERRIDE=0 in its environment"),
+    Check("precision", "fp32, as transformers", numbers.against_transformers,
+          remedy="compare the versions with those that nemo-edo doctor expects: nothing below can be trusted"),
+    Check("precision", "grouped queries, biases, tied head", partial(numbers.against_transformers, model=QWEN),
+          remedy="train a model without them, and report the versions of Transformer Engine and Megatron-Bridge"),
+    Check("precision", "tf32", SameNumbers("tf32"), gpu=True, remedy="train with precision.tf32=false"),
+    Check("precision", "bf16", SameNumbers("bf16"), remedy="train in fp32"),
+    Check("precision", "fp8, tensorwise", SameNumbers("fp8 tensorwise"), te=HOPPER, **FP8),
+    Check("precision", "fp8, delayed", SameNumbers("fp8 delayed"), te=HOPPER, **FP8),
+    Check("precision", "fp8, blockwise", SameNumbers("fp8 blockwise"), te=HOPPER, **FP8),
+    Check("precision", "fp8, mxfp8", SameNumbers("fp8 mxfp8"), te=BLACKWELL, **FP8),
+    Check("attention", "torch's", SameNumbers(attention="sdpa"), **ATTENTION),
+    Check("attention", "Megatron's", SameNumbers(attention="local"), **ATTENTION),
+    Check("attention", "Transformer Engine's", SameNumbers("bf16", attention="te"), te=AMPERE, **ATTENTION),
+    # In bf16 on GPUs: Transformer Engine packs in no other precision.
+    Check("attention", "packing", SameNumbers(FASTEST, training=PACKED), **PACKING),
+    Check("attention", "shared prompts",
+          SameNumbers(FASTEST, attention="sdpa", training={**PACKED, "share_prompts": True}), **PACKING),
+    Check("attention", "long sequences", SameNumbers(FASTEST, length=LONG), gpu=True, **ATTENTION),
+    Check("attention", "fused loss head", SameNumbers(loss_head="fused"), remedy="set model.loss_head=logits"),
+    Check("attention", "fused loss kernels", SameNumbers(loss_head="fused", tile=128), gpu=True,
+          remedy="update triton and the driver; until it passes, set model.loss_head=logits and report the versions"),
+    Check("attention", "token by token", numbers.token_by_token,
+          remedy="set model.attention to one that passes above, or generate with servers (generation=vllm)"),
+    Check("split", "data", SameNumbers(parallelism={"use_distributed_optimizer": True}, world=True), **SPLIT),
+    Check("split", "tensor", SameNumbers(split="tensor"), **SPLIT),
+    Check("split", "tensor, with the sequence",
+          SameNumbers(split="tensor", parallelism={"sequence_parallel": True}), **SPLIT),
+    Check("split", "pipeline", SameNumbers(split="pipeline", at_most=4), **SPLIT),
+    Check("split", "tensor and pipeline, tied head",
+          SameNumbers(split="pipeline", at_most=2, model=QWEN, parallelism={"tensor_model_parallel_size": 2}),
+          **{**SPLIT, "processes": 4}),
+    Check("split", "context", SameNumbers("bf16", split="context"), **CONTEXT),
+    Check("split", "context, grouped queries", SameNumbers("bf16", split="context", model=QWEN), **CONTEXT),
+    Check("split", "context, packed", SameNumbers("bf16", split="context", model=QWEN, training=PACKED), **CONTEXT),
+    Check("split", "experts", SameNumbers(split="expert", model=MIXTURE), **SPLIT),
+    Check("training", "ED-GRPO step", SameNumbers(world=True), **TRAINING),
+    Check("training", "ED-iDPO step", SameNumbers(algorithm="idpo", world=True), **TRAINING),
+    Check("training", "checkpoint at another layout", numbers.checkpoint_at_another_layout, every_rank=True,
+          remedy="see that every node can write to and read the folder (--folder), and that it is not full"),
+    Check("training", "memory of a resume", numbers.memory_of_a_resume, gpu=True, processes=2, every_rank=True,
+          remedy="start fewer processes on a node, or set checkpoint.reshardable=false, and report the figures"),
+    Check("training", "speed", numbers.speed,
+          remedy="the other checks say what does not work; without any, memory may be short"),
+    Check("server", "vLLM, refit by disk", server_run, every_rank=True),
+    Check("server", "vLLM, refit by NCCL", lambda machine: server_run(machine, *TO_NCCL), spare_gpus=1,
+          every_rank=True),
+    Check("server", "two vLLM servers over two GPUs each, refit by NCCL",
+          lambda machine: server_run(machine, *TO_NCCL, *TWO), spare_gpus=4, every_rank=True),
+    Check("server", "vLLM on another node, refit by disk", server_on_another_node, nodes=2, spare_gpus=1,
+          every_rank=True),
+    Check("server", "vLLM, asleep during training", lambda machine: server_run(machine, *ASLEEP), gpu=True,
+          every_rank=True),
+]  # fmt: skip
+
+# --- how they are run -------------------------------------------------------------------------------------------------
 
 WIDTH = 42
 WAIT_S = 600.0  # how long a rank waits for others, whose checks may hang until their limits
@@ -62,7 +171,9 @@ def selftest(folder: Path, groups: Sequence[str] = ()) -> bool:
         finding = carried_out(check, machine)
         findings.append((check, finding))
         if machine.rank == 0:
-            print(line(check, finding), flush=True)
+            text = f"{finding.detail}\ndo: {finding.remedy}" if finding.remedy else finding.detail
+            indented = text.replace("\n", f"\n{'':14}")
+            print(f"{finding.status:13} {f'{check.group}: {check.name}':{WIDTH}} {indented}", flush=True)
         if None in machine.facts:  # the first check has named the ranks; without them the others would wait
             break
     machine.leave()
@@ -114,7 +225,7 @@ def prepared(machine: Machine, chosen: Sequence[Check]) -> Machine:
 def carried_out(check: Check, machine: Machine) -> Finding:
     """The finding of all ranks, each of which calls this."""
     machine = replace(machine, check=check.name)
-    if why := check.needs(machine):
+    if why := check.lacking(machine):
         finding = impossible(why)
     elif machine.rank > 0 and not check.every_rank:
         finding = impossible("it runs on rank 0")
@@ -131,13 +242,6 @@ def carried_out(check: Check, machine: Machine) -> Finding:
     # The first check names the ranks that have not reported.
     reported = {rank: answer for rank, answer in enumerate(answers) if machine.facts[rank] is not None}
     return together(reported, machine.named)
-
-
-def line(check: Check, finding: Finding) -> str:
-    """A row of the table; further lines are indented."""
-    remedy = f"\ndo: {finding.remedy}" if finding.remedy else ""
-    text = (finding.detail + remedy).replace("\n", f"\n{'':14}")
-    return f"{finding.status:13} {f'{check.group}: {check.name}':{WIDTH}} {text}"
 
 
 def check_nodes() -> int:

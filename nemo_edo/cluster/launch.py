@@ -177,7 +177,7 @@ def time_plan(launch: Launch) -> str:
     from nemo_edo.checks import doctor  # loads NumPy, for a dry run alone
 
     try:
-        said = doctor.time(doctor.case(launch.cfg, [], doctor.devices([], gpus, None)))
+        said = doctor.time(doctor.Case(launch.cfg, [], doctor.devices([], gpus, None)))
     except UserError as error:
         return f"no estimate of the time: {error}"
     return said and f"{said}the job: cluster.time_limit={cluster.time_limit}, requeued up to {cluster.requeues} times"

@@ -2,9 +2,8 @@
 
 import pytest
 
-from nemo_edo.checks.check_list import CHECKS
 from nemo_edo.checks.machine import IMPOSSIBLE, PASS, SELFTEST, Check, Machine
-from nemo_edo.checks.selftest import carried_out, prepared
+from nemo_edo.checks.selftest import CHECKS, carried_out, prepared
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_edo.checks import machine_checks
-from nemo_edo.checks.machine import CheckError, Machine, failed, passed, together
+from nemo_edo.checks.machine import Check, CheckError, Machine, failed, passed, together
 from nemo_edo.checks.numbers import BOUNDS, Measured, compared
 from nemo_edo.errors import UserError
 
@@ -102,7 +102,8 @@ def test_a_rank_that_does_not_answer_is_waited_for_once_and_an_answer_of_none_is
 def test_servers_need_gpus_that_the_trainers_ranks_on_their_node_leave_over(tmp_path: Path):
     full, half = ([facts(host, gpus) for host in ("n1", "n2") for _ in range(2)] for gpus in (2, 4))
     one, none = machine_of(tmp_path, facts(gpus=4), facts(gpus=4)), machine_of(tmp_path, facts("n1"), facts("n2"))
-    needs = [(machine_checks.spare_gpus(machine), machine_checks.another_node(machine))
+    checks = Check("server", "here", passed, spare_gpus=1), Check("server", "there", passed, spare_gpus=1, nodes=2)
+    needs = [tuple(check.lacking(machine) for check in checks)
              for machine in (machine_of(tmp_path, *full), machine_of(tmp_path, *half), one, none)]
     short, alone = "it needs 1 more GPUs on a node than the trainer has", "it needs a second node"
     assert needs == [(short, short), (None, None), (None, alone), (short, None)]

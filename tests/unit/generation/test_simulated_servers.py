@@ -135,7 +135,7 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
     cfg, missing = compose_incomplete("grpo_32k", GIVEN, None)
     estimated = []  # what the doctor's line of time is about
     monkeypatch.setattr(doctor, "iteration_times", lambda one: estimated.append(one) or iteration_times(one))
-    assert "iteration" in doctor.time(doctor.case(cfg, missing, doctor.Devices(False, 16, int(GPU_BYTES))))
+    assert "iteration" in doctor.time(doctor.Case(cfg, missing, doctor.Devices(False, 16, int(GPU_BYTES))))
     iteration = estimated[0]
     number = iteration.server_gpus
     assert (number, iteration.samples, iteration.longest) == (16, 1024, 32768)
