@@ -332,10 +332,9 @@ def server_on_another_node(machine: Machine) -> Finding:
             own = [f"precision={'bf16' if machine.gpus else 'fp32'}", f"output_dir={folder}", "name=run"]
             free = f"generation.servers.first_gpu={machine.local_size if machine.gpus else 0}"
             (folder / "0.yaml").write_text(resolved_yaml(compose_run("quickstart", [*SMALL_RUN, *own, free])))
-            member, ready = folder / "0.json", folder / "servers_0.json"
-            member.write_text(json.dumps(["train", "--config-path", str(folder), "--config-name", "0"]))
+            ready = folder / "servers_0.json"
             task = {"NEMO_EDO_CONTROL": str(folder), "SLURM_PROCID": "0", "SLURMD_NODENAME": socket.gethostname()}
-            command = kept([sys.executable, "-m", "nemo_edo.cluster.task", str(member), "serve"])
+            command = kept([sys.executable, "-m", "nemo_edo.cluster.task", str(folder / "0.json"), "serve"])
             with log.open("wb") as output:
                 serving = subprocess.Popen(command, env={**os.environ, **task}, stdout=output, stderr=subprocess.STDOUT)
             deadline = time.monotonic() + SERVER_LIMIT_S

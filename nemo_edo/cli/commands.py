@@ -52,7 +52,6 @@ def _train(args: argparse.Namespace) -> int:
         say(resolved_yaml(cfg).rstrip())
         return 0
     if isinstance(cfg, RewardModelRunConfig):
-        _quiet()
         from nemo_edo.reward_models.train import train_reward_model
 
         train_reward_model(cfg)
@@ -109,7 +108,6 @@ def _search(args: argparse.Namespace) -> None:
         raise UserError(f"name the folder of one run, or a config with --config-name; got {len(runs)} runs")
     cfg = _named_config(args) if args.config_name is not None else None
     opened = _opened(runs[0], args, overrides, "search.", "generation.") if cfg is None else None
-    _quiet()
     from nemo_edo.search import job
 
     say_all(job.search(opened, args.arm) if cfg is None else job.search_model(cfg))
@@ -121,7 +119,6 @@ def _score(args: argparse.Namespace) -> None:
     # With the URL, so that composing the config checks the other settings of servers together with it.
     urls = [f"servers.urls=['{args.model}']"] if args.model.startswith(("http://", "https://")) else []
     cfg = compose_job("score", urls + args.overrides)
-    _quiet()
     from nemo_edo.reward_models import process_reward
 
     say_all(process_reward.score_run(args.run, args.model, args.name, args.arm, args.tokenizer, cfg))
@@ -140,7 +137,6 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _study(args: argparse.Namespace) -> int:
-    _quiet()
     from nemo_edo.experiments.study import read_study, run_study, status_lines, study_file, verdict_lines
 
     study = read_study(study_file(args.file))
@@ -174,7 +170,6 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _selftest(args: argparse.Namespace) -> int:
-    _quiet()
     from nemo_edo.checks.selftest import selftest
 
     return 0 if selftest(args.folder, args.only) else 1
@@ -235,16 +230,9 @@ def _jobs():
     """Imports torch and Megatron: called only once the configuration is valid."""
     from nemo_edo.utils.memory import large_imports
 
-    _quiet()
     with large_imports():
         from nemo_edo.run import jobs
     return jobs
-
-
-def _quiet() -> None:
-    from nemo_edo.run.tracking import quiet_libraries
-
-    quiet_libraries()
 
 
 def say_all(lines: Iterable[str]) -> None:
@@ -299,11 +287,14 @@ def main(argv: list[str] | None = None) -> int:
 def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
     try:
         check_ranks()
+        if args.command != "doctor":  # which an installation of the functions alone has, too
+            from nemo_edo.run.tracking import quiet_libraries
+
+            quiet_libraries()
         if not is_worker:
             return RUN[args.command](args) or 0
         # Where the first rank's command ends before the ranks have met, torch would print a stack of C++ as well.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        _quiet()
         from nemo_edo.worker.serve import serve
 
         return serve()

@@ -4,10 +4,11 @@
     python -m nemo_edo.cluster.task MEMBER.json serve
     python -m nemo_edo.cluster.task report LAUNCH SWEEP
 
-MEMBER.json has the arguments of ``nemo-edo``. The job's script sets ``MASTER_ADDR`` and ``MASTER_PORT``, Slurm the
-task's rank. Each node of servers starts ``generation.servers.replicas`` of them, and writes their URLs to the attempt's
-folder once they are ready; the trainer gets the nodes' names, and waits up to SECONDS for the URLs of all. The script
-makes their key, sets it in the environment of servers and trainers, and writes ``servers_ended`` once their step ends.
+MEMBER.json has the arguments of ``nemo-edo``, MEMBER.yaml the config. The job's script sets ``MASTER_ADDR`` and
+``MASTER_PORT``, Slurm the task's rank. Each node of servers starts ``generation.servers.replicas`` of them, and writes
+their URLs to the attempt's folder once they are ready; the trainer gets the nodes' names, and waits up to SECONDS for
+the URLs of all. The script makes their key, sets it in the environment of servers and trainers, and writes
+``servers_ended`` once their step ends.
 """
 
 from __future__ import annotations
@@ -37,13 +38,12 @@ def main() -> None:
     member, kind, *processes = sys.argv[1:]
     if member == "report":
         sys.exit(report(Path(kind), Path(processes[0])))
-    arguments = json.loads(Path(member).read_text(encoding="utf-8"))
     if kind == "serve":
-        place = dict(zip(arguments[1::2], arguments[2::2], strict=True))
         try:
-            serve(place["--config-name"], place["--config-path"])
+            serve(Path(member))
         except UserError as error:
             sys.exit(f"{ERROR} {error}")
+    arguments = json.loads(Path(member).read_text(encoding="utf-8"))
     if len(processes) > 1:
         try:
             arguments += overrides_of_servers(processes[1].split(","), float(processes[2]))
@@ -76,7 +76,7 @@ def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str
     ]
 
 
-def serve(config_name: str, config_dir: str) -> None:
+def serve(member: Path) -> None:
     """Starts this node's servers and watches them. Raises UserError once one of them has ended."""
     import torch
 
@@ -86,7 +86,7 @@ def serve(config_name: str, config_dir: str) -> None:
     from nemo_edo.run_folder import RunFolder
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
-    cfg = compose_run(config_name, ["generation.servers.host=0.0.0.0"], config_dir)  # the trainer is on other nodes
+    cfg = compose_run(member.stem, ["generation.servers.host=0.0.0.0"], member.parent)  # the trainer is on other nodes
     own = RunFolder(attempt / f"server_node_{node}")
     if cfg.model.path is None:  # the first refit sends the trainer's weights
         write_builtin_files(cfg, own)
