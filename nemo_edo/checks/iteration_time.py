@@ -68,10 +68,7 @@ class Times(NamedTuple):
 
 
 def iteration_times(plan: Iteration) -> Times:
-    """Raises ValueError where the servers' tensor-parallel size does not divide their GPUs."""
-    size = plan.server_tensor_parallel * plan.stages
-    if plan.server_gpus % size:
-        raise ValueError(f"{plan.server_gpus} GPUs make no servers of {size} GPUs each")
+    """The servers' tensor-parallel size divides their GPUs."""
     length = plan.prompt + plan.response
     tokens = plan.samples * length
     forward = tokens * forward_flops(plan.shape, length) / (plan.gpus * plan.peak * TRAINING_EFFICIENCY)

@@ -148,25 +148,24 @@ def products(machine: Machine) -> Finding:
 
 
 def compared(found: Measured, expected: Measured, bounds: Bounds) -> Finding:
-    far = {
-        "values": float(np.abs(found.values - expected.values).max()),
-        "loss": abs(found.loss - expected.loss) / max(abs(expected.loss), 1.0),
-        "grad_norm": abs(found.grad_norm - expected.grad_norm) / expected.grad_norm,
-        "after": float(np.abs(found.after - expected.after).max()),
-    }
-    detail = "deviations: " + ", ".join(f"{name.replace('_', ' ')} {size:.1e}" for name, size in far.items())
+    return within(
+        bounds,
+        "deviations",
+        values=float(np.abs(found.values - expected.values).max()),
+        loss=abs(found.loss - expected.loss) / max(abs(expected.loss), 1.0),
+        grad_norm=abs(found.grad_norm - expected.grad_norm) / expected.grad_norm,
+        after=float(np.abs(found.after - expected.after).max()),
+    )
+
+
+def within(bounds: Bounds, what: str, **far: float) -> Finding:
+    """far: deviations by the names of their bounds."""
+    detail = f"{what}: " + ", ".join(f"{name.replace('_', ' ')} {size:.1e}" for name, size in far.items())
     too_far = [name for name, size in far.items() if not size <= getattr(bounds, name)]  # NaN is too far
     if not too_far:
         return passed(detail, **far)
     allowed = ", ".join(f"{name.replace('_', ' ')} at most {getattr(bounds, name):.0e}" for name in too_far)
     return failed(f"{detail}; expected {allowed}", **far)
-
-
-def _logprobs_compared(what: str, found: np.ndarray, expected: np.ndarray, bounds: Bounds) -> Finding:
-    far = float(np.abs(found - expected).max())
-    if far <= bounds.values:  # NaN is too far
-        return passed(f"{what} differ by {far:.1e}", values=far)
-    return failed(f"{what} differ by {far:.1e}; expected at most {bounds.values:.0e}", values=far)
 
 
 def against_transformers(machine: Machine, model: str = LLAMA) -> Finding:
@@ -180,7 +179,7 @@ def token_by_token(machine: Machine) -> Finding:
     """Tokens sampled with stored keys and values must have the log-probabilities of a pass over the sequence."""
     step = SameNumbers(FASTEST).on(machine)
     sampled, whole = machine.run(generated, machine.scratch / LLAMA, step)
-    return _logprobs_compared(f"log-probabilities of {len(sampled)} tokens", sampled, whole, step.bounds)
+    return within(step.bounds, f"deviations of {len(sampled)} tokens", values=float(np.abs(sampled - whole).max()))
 
 
 def checkpoint_at_another_layout(machine: Machine) -> Finding:
@@ -191,7 +190,7 @@ def checkpoint_at_another_layout(machine: Machine) -> Finding:
     if machine.rank > 0:
         return passed("")
     after = SameNumbers().measured(machine, load=folder)
-    return _logprobs_compared("log-probabilities", after.values[0], before.after, SameNumbers().bounds)
+    return within(SameNumbers().bounds, "deviations", values=float(np.abs(after.values[0] - before.after).max()))
 
 
 # --- what the processes of checks compute -----------------------------------------------------------------------------

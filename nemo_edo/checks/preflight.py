@@ -89,13 +89,8 @@ def check_settings(cfg: RunConfig, *, functions: bool = True) -> None:
     """Raises UserError for settings of NeMo's exp_manager that it does not have, and for functions of the user's that
     cannot be called. functions: whether custom rewards are tried, which takes a process."""
     check_names(cfg.exp_manager)
-    check_advantages(cfg)
     if functions:
         check_functions(cfg.rewards)
-
-
-def check_advantages(cfg: RunConfig) -> None:
-    """Raises UserError for an arm whose function of the user's cannot be called."""
     for arm, settings in arm_configs(cfg).items():
         if isinstance(settings, GRPOConfig) and settings.advantage is not None:
             from nemo_edo.algorithms.grpo import OwnAdvantages  # imports torch

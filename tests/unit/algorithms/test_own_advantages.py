@@ -7,7 +7,7 @@ import torch
 from helpers.responses import scored
 
 from nemo_edo.algorithms.grpo import GRPO, OwnAdvantages
-from nemo_edo.checks.preflight import check_advantages
+from nemo_edo.checks.preflight import check_settings
 from nemo_edo.config import GRPOConfig
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import UserError
@@ -68,5 +68,5 @@ def test_what_are_no_advantages_are_refused(function: str, message: str):
 ])  # fmt: skip
 def test_a_setting_that_does_not_fit_is_refused_before_time_is_spent(overrides: list[str], message: str):
     with pytest.raises((ConfigError, UserError)) as refused:
-        check_advantages(compose_run("quickstart", overrides))
+        check_settings(compose_run("quickstart", overrides))
     assert message in str(refused.value)
