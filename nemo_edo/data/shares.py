@@ -106,15 +106,9 @@ def cut(
     lengths = sequence_lengths(batch)
     inputs = [required.padded(length - 1) if how.packing else length - 1 for length in lengths]
     prompts = Prompts.of(batch) if how.share_prompts else Prompts.none(batch.size)
-    plans = plan_micro_batches(
-        [count + 1 for count in inputs],
-        ranks=ranks,
-        rows=how.rows,
-        tokens=how.tokens // required.multiple * required.multiple if how.packing else how.tokens,
-        unit=batch.unit,
-        packing=how.packing,
-        prompts=prompts,
-    )
+    if how.packing:
+        how = replace(how, tokens=how.tokens // required.multiple * required.multiple)
+    plans = plan_micro_batches([count + 1 for count in inputs], how, ranks, unit=batch.unit, prompts=prompts)
     shares, needed, computed = [], sum(lengths) - len(lengths), 0  # the model sees all tokens of a row but the last
     for plan in plans:
         plan += [[]] * (-len(plan) % required.group)
@@ -143,26 +137,19 @@ def cut(
 
 
 def plan_micro_batches(
-    lengths: Sequence[int],
-    *,
-    ranks: int,
-    rows: int,
-    tokens: int | None = None,
-    unit: int = 1,
-    packing: bool = False,
-    prompts: Prompts | None = None,
+    lengths: Sequence[int], how: MicroBatching, ranks: int, *, unit: int = 1, prompts: Prompts | None = None
 ) -> list[list[list[int]]]:
     """For each data-parallel rank its micro-batches, each a list of rows: as many on every rank, and some may be empty.
 
-    lengths: tokens of each row of the global batch. rows: at most this many per micro-batch. tokens: at most this
-    many per micro-batch, padding included; rows of similar length then share one. unit: rows that stay together.
-    packing: rows are packed, as many as ``tokens`` allows, whatever ``rows`` says. prompts: shared by rows of a pack,
-    which stores each prompt once; rows of one prompt are then consecutive.
-    Raises ValueError where ``rows`` or ``tokens`` has no room for a unit, or units do not divide the rows.
+    lengths: tokens of each row of the global batch. Under a bound of tokens, rows of similar length share a
+    micro-batch; a pack has as many rows as its tokens allow, whatever ``how.rows`` is. unit: rows that stay together.
+    prompts: shared by rows of a pack, which stores each prompt once; rows of one prompt are then consecutive.
+    Raises ValueError where ``how`` has no room for a unit, or units do not divide the rows.
     """
-    if (rows < unit and not packing) or len(lengths) % unit:
+    rows, tokens = how.rows, how.tokens
+    if (rows < unit and not how.packing) or len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
-    if packing:
+    if how.packing:
         return _packs(lengths, ranks, tokens, unit, prompts or Prompts.none(len(lengths)))
     longest = [max(lengths[start : start + unit]) for start in range(0, len(lengths), unit)]
     order = list(range(len(longest)))
@@ -234,12 +221,6 @@ def _pieces(
 def _weight(copies: int, saved: int) -> int:
     """The tokens of a pack that rows with ``copies`` tokens take, ``saved`` of which are shared."""
     return max(copies - saved, math.ceil(copies / COPIES))
-
-
-def require_tokens(batch: TrainingBatch) -> None:
-    """Raises ValueError for a batch without any response token."""
-    if not batch.mask.any():
-        raise ValueError(f"none of the batch's {batch.size} rows has a response token that counts: nothing to train on")
 
 
 def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> TrainingBatch:

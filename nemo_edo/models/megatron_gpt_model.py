@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig, SFTConfig
-from nemo_edo.data.shares import MicroBatching, Share, cut, require_tokens
+from nemo_edo.data.shares import MicroBatching, Share, cut
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron.bridge import build_model
@@ -179,7 +179,9 @@ class MegatronGPTModel(ModelPT):
 
     def loss_shares(self, batch: TrainingBatch) -> list[Share]:
         """``shares`` with the counts of the loss. Raises ValueError for a batch without any response token."""
-        require_tokens(batch)
+        if not batch.mask.any():
+            rows = f"the batch's {batch.size} rows"
+            raise ValueError(f"none of {rows} has a response token that counts: nothing to train on")
         return self.shares(batch, self.loss_counts(batch))
 
     # --- training --------------------------------------------------------------------------------------------------

@@ -51,16 +51,16 @@ def whole_units_once(plans, ranks: int, count: int, unit: int) -> list[list[int]
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.sampled_from([None, 60, 77]))
 def test_a_plan_holds_every_row_once_within_its_bounds_and_keeps_units_together(lengths, ranks, unit, units, tokens):
     lengths = [length for length in lengths for _ in range(unit)]
-    plans = plan_micro_batches(lengths, ranks=ranks, rows=units * unit, tokens=tokens, unit=unit)
+    plans = plan_micro_batches(lengths, MicroBatching(units * unit, tokens), ranks, unit=unit)
     for rows in whole_units_once(plans, ranks, len(lengths), unit):
         assert len(rows) <= units * unit
         assert tokens is None or len(rows) * max(lengths[row] for row in rows) <= tokens
 
 
 def test_a_token_bound_puts_rows_of_like_length_together_which_stay_in_their_order_without():
-    assert plan_micro_batches([5] * 7, ranks=2, rows=2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert plan_micro_batches([5] * 7, MicroBatching(2), 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
     lengths = [2, 9, 3, 10]
-    assert plan_micro_batches(lengths, ranks=1, rows=4, tokens=20) == [[[3, 1], [2, 0]]]
+    assert plan_micro_batches(lengths, MicroBatching(4, 20), 1) == [[[3, 1], [2, 0]]]
     batch = build_batch([([1], [1] * (length - 1)) for length in lengths], pad_id=PAD)
     for how, shapes, padding in ((MicroBatching(4, 20), [(2, 9), (2, 2)], 1 - 20 / 22),
                                  (MicroBatching(4), [(4, 9)], 1 - 20 / 36),
@@ -73,15 +73,15 @@ def test_a_token_bound_puts_rows_of_like_length_together_which_stay_in_their_ord
 def test_packs_hold_every_row_once_within_their_tokens_and_keep_units_together(lengths, ranks, unit, spare):
     tokens = unit * max(lengths) + spare
     lengths = [length for length in lengths for _ in range(unit)]
-    plans = plan_micro_batches(lengths, ranks=ranks, rows=1, tokens=tokens, unit=unit, packing=True)
+    plans = plan_micro_batches(lengths, MicroBatching(1, tokens, packing=True), ranks, unit=unit)
     for rows in whole_units_once(plans, ranks, len(lengths), unit):
         assert sum(lengths[row] for row in rows) <= tokens
-    assert plans == plan_micro_batches(lengths, ranks=ranks, rows=9, tokens=tokens, unit=unit, packing=True)
+    assert plans == plan_micro_batches(lengths, MicroBatching(9, tokens, packing=True), ranks, unit=unit)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(20, 100))
 def test_packs_and_ranks_differ_by_no_more_than_a_row_and_are_at_most_twice_as_many_as_could_do(lengths, ranks, tokens):
-    plans = plan_micro_batches(lengths, ranks=ranks, rows=1, tokens=tokens, packing=True)
+    plans = plan_micro_batches(lengths, MicroBatching(1, tokens, packing=True), ranks)
     loads = [[sum(lengths[row] for row in rows) for rows in plan] for plan in plans]
     packs = [load for rank in loads for load in rank]
     assert max(packs) - min(packs) <= max(lengths)
@@ -137,9 +137,7 @@ def test_packs_that_share_hold_every_row_once_within_their_tokens_and_their_copi
     lengths = [prompt + size for prompt, _, size in rows]
     prompts = Prompts([prompt - 1 for prompt, *_ in rows], [number[0] for _, number, _ in rows])
     tokens = max(unit * length for length in lengths) + spare
-    plans = plan_micro_batches(
-        lengths, ranks=ranks, rows=1, tokens=tokens, unit=unit, packing=True, prompts=prompts
-    )
+    plans = plan_micro_batches(lengths, MicroBatching(1, tokens, packing=True), ranks, unit=unit, prompts=prompts)
     for pack in whole_units_once(plans, ranks, len(rows), unit):
         assert sum(lengths[row] for row in pack) - prompts.saved(pack) <= tokens
         assert sum(lengths[row] for row in pack) <= COPIES * tokens
@@ -150,7 +148,7 @@ def test_packs_that_share_hold_every_row_once_within_their_tokens_and_their_copi
     ([0] * 4, 2, [[[0, 1]], [[2, 3]]]),  # otherwise a rank would have nothing to do
 ])
 def test_rows_of_a_prompt_come_together_unless_ranks_need_them(groups, ranks: int, expected):
-    plans = plan_micro_batches([5] * 4, ranks=ranks, rows=1, tokens=100, packing=True, prompts=Prompts([3] * 4, groups))
+    plans = plan_micro_batches([5] * 4, MicroBatching(1, 100, True), ranks, prompts=Prompts([3] * 4, groups))
     assert plans == expected
 
 
