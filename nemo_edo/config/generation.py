@@ -33,8 +33,7 @@ class ServersConfig(Section):
     """The interpreter that has the server; null: .venv-vllm/bin/python (of ``make vllm-env``) or /opt/vllm/bin/python
     (of the container) where it exists, otherwise the run's."""
     host: str = "127.0.0.1"
-    """The address that the run's own servers listen on. Other machines can reach them unless it is a loopback
-    address."""
+    """The address that the run's own servers listen on. Other machines reach them unless it is a loopback address."""
     tensor_parallel_size: PositiveInt = 1  # GPUs of each replica.
     first_gpu: Optional[NonNegativeInt] = None
     """The first GPU of the replicas. null: with placement apart the first after the GPUs of the trainer's processes on
@@ -43,25 +42,20 @@ class ServersConfig(Section):
     """float32, bfloat16 or float16; null: as the trainer computes (bfloat16 with FP8)."""
     memory_share: Annotated[float, within(0, 1, "()")] = 0.85  # Share of a GPU's memory that a replica takes.
     cpu_cache_gb: PositiveInt = 1  # GiB of a replica's KV cache on a machine without GPUs.
-    threads: Optional[PositiveInt] = None
-    """CPU threads of a replica on a machine without GPUs; null: its share of the machine's cores."""
+    threads: Optional[PositiveInt] = None  # CPU threads of a replica without GPUs; null: its share of the cores.
     arguments: list[str] = field(default_factory=list)  # Further command-line arguments of the server.
     max_in_flight: PositiveInt = 256  # Requests in flight on a replica at a time.
-    start_limit_s: Positive = 900.0
-    """Seconds that a server may take until it is ready: a large model loads for minutes."""
+    start_limit_s: Positive = 900.0  # Seconds until a server is ready, at most: a large model loads for minutes.
     request_limit_s: Optional[Positive] = None
     """Seconds that an answer may take; then the request goes to another replica, or to the same one again. null: 300,
     and for each token that the request allows 0.1 or, once answers are there, four times what theirs took."""
-    health_limit_s: Positive = 30.0
-    """Seconds without an answer to a health check after which a server counts as hanging."""
+    health_limit_s: Positive = 30.0  # Seconds without an answer to a health check until a server counts as hanging.
     attempts: PositiveInt = 20  # Times that one request is tried before the run gives up.
-    restarts: NonNegativeInt = 5
-    """Consecutive restarts (or waits), without an answer in between, before a server is left out."""
+    restarts: NonNegativeInt = 5  # Restarts (or waits) without an answer in between before a server is left out.
     backoff_s: Positive = 0.25
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""
     backoff_limit_s: Positive = 20.0  # Upper bound of the wait.
-    retry_after_limit_s: Positive = 60.0
-    """The longest that a server which answers with Retry-After is left without requests."""
+    retry_after_limit_s: Positive = 60.0  # The longest that a server with a Retry-After is left without requests.
 
     def rules(self) -> Rules:
         yield len(self.urls) == len({url.rstrip("/") for url in self.urls}), "urls", "each server once"
@@ -74,12 +68,10 @@ class RefitConfig(Section):
     """The refit of servers. In process there is none: engine and trainer share the weights."""
 
     transport: Annotated[str, one_of("disk", "nccl")] = "disk"
-    """disk: a folder of safetensors files that the servers read again; nccl: from GPU to GPU, through vLLM's weight
-    transfer."""
+    """disk: a folder of safetensors that the servers read again; nccl: from GPU to GPU, by vLLM's weight transfer."""
     folder: Optional[str] = None
-    """With disk: where these folders are, on a file system that every server sees under the same path. null: this
-    machine's shared memory (/dev/shm) for servers that the run starts, the run's own folder for those at
-    servers.urls."""
+    """With disk: where these folders are, on a file system that every server sees under the same path. null: /dev/shm
+    for servers that the run starts, the run's own folder for those at servers.urls."""
     nccl_library: Optional[str] = None
     """With nccl: the libnccl.so.2 that trainer and servers load, as NCCL refuses ranks of different versions. null:
     that of the servers' environment (servers.python)."""
@@ -114,8 +106,7 @@ class GenerationConfig(Section):
     servers: ServersConfig = field(default_factory=ServersConfig)
     refit: RefitConfig = field(default_factory=RefitConfig)
     placement: Annotated[str, one_of("apart", "shared")] = "apart"
-    """apart: servers have separate GPUs; shared: the trainer's, which they give back while it trains (vLLM's sleep
-    mode)."""
+    """apart: servers have separate GPUs; shared: the trainer's, given back while it trains (vLLM's sleep mode)."""
     one_step_off: bool = False
     """Generate the next iteration's responses while this one trains, from the policy that this one began with. Needs
     servers, and importance correction (grpo.sampler_correction)."""

@@ -34,8 +34,7 @@ class ExplorationConfig(Section):
 
     beta: float = 0.0
     alpha: Optional[Weight] = None
-    """Weight of the exploration term in units of beta; null: the paper's 1e-3, unless
-    ``exploration_coefficient`` is given."""
+    """Weight of the exploration term in units of beta; null: the paper's 1e-3 (if exploration_coefficient is null)."""
     exploration_coefficient: Optional[Weight] = None
     """Replaces the product alpha * beta, so that beta = 0 need not switch exploration off."""
     log_ratio_floor: Optional[Annotated[float, below(0)]] = None
@@ -95,8 +94,7 @@ class GRPOLossConfig(ExplorationConfig):
     tis_cap: Positive = 2.0  # Upper bound on tis's weights pi_old / pi_gen.
     icepop_low: NonNegative = 0.5  # Lower bound on icepop's ratios pi_old / pi_gen.
     icepop_high: float = 5.0  # Upper bound on icepop's ratios pi_old / pi_gen.
-    sequence_mask_low: NonNegative = 0.999
-    """Lower bound of sequence-mask on the geometric mean of a response's ratios pi_old / pi_gen."""
+    sequence_mask_low: NonNegative = 0.999  # Lower bound on the geometric mean of a response's ratios pi_old / pi_gen.
     sequence_mask_high: float = 1.002  # Its upper bound.
     exploration_control: Annotated[str, one_of("none", "noise")] = "none"
     """none: the exploration term itself. noise: the control that weights it by the detached ratio pi_theta / pi_old,
@@ -136,8 +134,7 @@ class DPOLossConfig(ExplorationConfig):
     preference_loss: Annotated[str, one_of("sigmoid", "ipo")] = "sigmoid"  # sigmoid (DPO) or ipo.
     label_smoothing: Annotated[float, within(0, 0.5, "[)")] = 0.0
     """Assumed share of pairs with exchanged labels (conservative DPO); sigmoid only."""
-    length_normalized: bool = False
-    """Log-probabilities of sequences are means over their tokens, in both terms, instead of sums."""
+    length_normalized: bool = False  # Sequences' log-probabilities are means over tokens, in both terms, not sums.
 
     def rules(self) -> Rules:
         is_dpo = self.preference_loss == "sigmoid"

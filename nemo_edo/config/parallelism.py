@@ -69,17 +69,14 @@ class ParallelismConfig(Section):
     sequence_parallel: bool = False
     """Tensor-parallel processes share the tokens too, where a layer works on each token alone (norms, residuals)."""
     virtual_pipeline_model_parallel_size: Optional[Annotated[int, above(1)]] = None
-    """Groups of layers on each process of a pipeline, interleaved: stages wait less for each other and send more.
-    null: one."""
+    """Interleaved groups of layers on each process of a pipeline: stages wait less and send more. null: one."""
     context_parallel_size: PositiveInt = 1
     """Processes that share a sequence's tokens in all layers, for long ones; needs Transformer Engine's attention."""
     expert_model_parallel_size: PositiveInt = 1
     """Data-parallel processes over which the experts of a mixture-of-experts model are split."""
-    expert_tensor_parallel_size: Optional[PositiveInt] = None
-    """Processes that share each expert. null: tensor_model_parallel_size."""
+    expert_tensor_parallel_size: Optional[PositiveInt] = None  # Processes per expert; null: tensor_model_parallel_size.
     overlap_grad_reduce: bool = False  # Sum gradients over data-parallel ranks during the backward pass.
-    overlap_param_gather: bool = False
-    """Gather the weights that the distributed optimizer has changed during the next forward pass."""
+    overlap_param_gather: bool = False  # Gather the distributed optimizer's changed weights in the next forward pass.
     recompute_granularity: Optional[Annotated[str, one_of("full", "selective")]] = None
     """Activations computed again in the backward pass rather than kept: full, of whole layers; selective, of
     recompute_modules. null: none."""
@@ -87,8 +84,7 @@ class ParallelismConfig(Section):
     """With selective, parts of a layer, by Megatron's names: mlp, moe, moe_act, layernorm, core_attn (which fused
     attention recomputes by itself), mla_up_proj, shared_experts."""
     recompute_method: Annotated[str, one_of("uniform", "block")] = "uniform"
-    """With full: uniform, every layer, in pieces of recompute_num_layers; block, that many layers of each stage
-    only."""
+    """With full: uniform, all layers, in pieces of recompute_num_layers; block, that many of each stage only."""
     recompute_num_layers: PositiveInt = 1  # Layers; see recompute_method.
     optimizer_offload_fraction: Share = 0.0
     """Share of the optimizer's state that is kept and updated in host memory. It needs
@@ -129,8 +125,7 @@ class LoRAConfig(Section):
     """LoRA (Hu et al. 2021), Megatron-Bridge's, for the warm-up and every arm. ``rank = 0`` trains all weights."""
 
     rank: NonNegativeInt = 0
-    """Rank of the adapters, a multiple of parallelism.tensor_model_parallel_size; 0: no adapters, all weights are
-    trained."""
+    """Rank of the adapters, a multiple of parallelism.tensor_model_parallel_size; 0: none, all weights are trained."""
     alpha: Positive = 16.0  # Adapters add alpha / rank times their product. Not the alpha of the exploration term.
     targets: list[Annotated[str, one_of(*TARGETS)]] = field(default_factory=lambda: list(TARGETS))
     """The layers with adapters, by Megatron's names: linear_qkv (queries, keys and values), linear_proj (attention's
@@ -194,25 +189,21 @@ class ClusterConfig(Section):
     secrets_file: Optional[str] = None
     """A file with lines NAME=VALUE, as a shell reads them, that its owner alone may read; where the site does not hand
     on the environment of the shell."""
-    setup: list[str] = field(default_factory=list)
-    """Shell lines before anything else in the job, such as module load cuda."""
-    python: Optional[str] = None
-    """The interpreter of the tasks; null: the one that launches, or python3 in a container."""
+    setup: list[str] = field(default_factory=list)  # Shell lines that begin the job, such as module load cuda.
+    python: Optional[str] = None  # The tasks' interpreter; null: the one that launches, or python3 in a container.
     stop_before_s: NonNegativeInt = 300
     """Seconds before the time limit at which the run is asked to save and end; it is then queued again. 0: never."""
     requeues: NonNegativeInt = 20
     """Times that a job is queued again, after its time limit or a failure that the run did not cause. With 0, or where
     the cluster does not allow requeueing, use chain."""
     chain: PositiveInt = 1  # Jobs that are submitted one after another, each resuming where the last one ended.
-    array_limit: Optional[PositiveInt] = None
-    """Members of a sweep that run concurrently; null: as many as the cluster takes."""
+    array_limit: Optional[PositiveInt] = None  # Members of a sweep at a time; null: as many as the cluster takes.
     stalled_after_s: Optional[Positive] = None
     """A run that finishes no optimizer step and no response for so many seconds is ended: every process writes its
     stack traces, and the job is queued again. With servers at least the time that a response may take. null: never. It
     also applies to train."""
     health_limit_s: NonNegative = 60.0  # Seconds for the health check of all nodes before the run; 0: no check.
-    shared_folder: Optional[str] = None
-    """The folder that the health check writes to from every node; null: the launch's folder."""
+    shared_folder: Optional[str] = None  # The folder that every node's health check writes to; null: the launch's.
 
     def rules(self) -> Rules:
         for key, value in self.options.items():

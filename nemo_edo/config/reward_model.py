@@ -31,8 +31,7 @@ class RewardBaseConfig:
     path: Optional[str] = None
     """A Hugging Face folder with weights and tokenizer: an encoder such as ModernBERT, or a causal language model; its
     head is new. null: random weights, as ``architecture`` says, and the tokenizer of the run."""
-    architecture: Optional[dict[str, Any]] = None
-    """Without a path: ``model_type`` and fields of its Hugging Face config."""
+    architecture: Optional[dict[str, Any]] = None  # Without a path: model_type and fields of its Hugging Face config.
 
 
 @dataclass
@@ -63,8 +62,7 @@ class RewardTrainConfig(Section):
     batch_size: PositiveInt = 32  # Right steps, each with its wrong ones, per optimizer step.
     micro_batch_size: Optional[PositiveInt] = None  # Right steps per forward pass; null: all.
     lr: Positive = 1e-5  # The highest learning rate.
-    warmup_steps: NonNegativeInt = 20
-    """Steps over which the learning rate rises linearly from 0; a cosine to 0 follows."""
+    warmup_steps: NonNegativeInt = 20  # Steps in which the learning rate rises linearly from 0; a cosine to 0 follows.
     weight_decay: NonNegative = 0.01  # AdamW's weight decay.
     clip_grad: Positive = 1.0  # The gradient is clipped to this norm.
     weighting: Annotated[str, one_of("softmax", "uniform")] = "softmax"
@@ -89,8 +87,7 @@ class RewardModelRunConfig(Section):
     job: Annotated[str, one_of(REWARD_MODEL)] = REWARD_MODEL  # Tells this kind of config from a run's.
     name: FolderName = "reward_model"  # The folder is ``output_dir/name``.
     output_dir: str = "runs"  # Parent folder of the runs.
-    seed: NonNegativeInt = 42
-    """Seed of the random weights, the sampled steps, their order, and which questions are held out."""
+    seed: NonNegativeInt = 42  # Seed of random weights, sampled steps, their order, and the questions held out.
     threads: Optional[PositiveInt] = None  # CPU threads; null: torch's choice.
     model: RewardBaseConfig = field(default_factory=RewardBaseConfig)
     data: RewardDataConfig = field(default_factory=RewardDataConfig)
@@ -112,10 +109,8 @@ class ScoreConfig(Section):
     dtype: Annotated[str, one_of(*DTYPES)] = "auto"
     """float32 or bfloat16; auto: bfloat16 on a GPU, otherwise float32. The head computes in float32."""
     batch_tokens: PositiveInt = 16384  # In process: tokens of a forward pass, padding included.
-    part_size: PositiveInt = 1024
-    """Responses that are scored and put on disk at a time: what a killed command loses, at most."""
-    step_separator: Optional[NotEmpty] = None
-    """What separates two steps of a response; null: what the model was trained with."""
+    part_size: PositiveInt = 1024  # Responses scored and put on disk at a time: what a killed command loses, at most.
+    step_separator: Optional[NotEmpty] = None  # Separates a response's steps; null: what the model was trained with.
     too_long: Annotated[str, one_of("error", "zero")] = "error"
     """Responses that do not fit the model's context. error: they end the command before anything is computed; zero:
     each of their steps has score 0, and they are counted."""
@@ -139,23 +134,18 @@ class SearchLLMConfig(Section):
     steps: PositiveInt = 20  # T: iterations, hence the largest number of steps of a solution.
     branches: PositiveInt = 4  # k: next steps sampled for each node that is expanded.
     width: PositiveInt = 4  # s: nodes that are expanded together.
-    exploration: NonNegative = 0.1
-    """lambda: weight of the width, how uncertain a reward is, in f. 0: best first by the reward."""
-    prior_precision: Positive = 1.0
-    """Prior precision of the linear model's weights: about n^2 for embeddings of norm n."""
+    exploration: NonNegative = 0.1  # lambda: weight in f of the width, a reward's uncertainty. 0: best first by reward.
+    prior_precision: Positive = 1.0  # Precision of the linear model's prior; about n^2 for embeddings of norm n.
     noise_variance: Positive = 1.0  # Noise variance of a reward around the linear model.
     width_kind: Annotated[str, one_of(*WIDTHS)] = "sd"
     """sd: the standard deviation of a reward, noise included; variance: the variance without noise."""
     mean: Annotated[str, one_of(*MEANS)] = "reward"
     """r in f. reward: the reward model's; linear: the linear model's, fitted to the expanded nodes."""
-    step_separator: Optional[NotEmpty] = None
-    """What ends a step in the policy's text; null: what the reward model was trained with."""
+    step_separator: Optional[NotEmpty] = None  # What ends a step in the policy's text; null: the reward model's.
     end_at_answer: bool = True
     """A solution ends with the step that states its final answer, even if its end token has not come. Not with
     data.answer_format pattern: what such a pattern finds in a step need not be final."""
-    part_size: PositiveInt = 64
-    """Problems that are searched together, and whose results are on disk before the next ones: what a killed command
-    loses, at most."""
+    part_size: PositiveInt = 64  # Problems searched together, then put on disk: what a killed command loses, at most.
     trees: NonNegativeInt = 6  # How many of the first problems have their trees kept for the report.
     device: str = "auto"  # Device of the reward model: cpu, cuda, cuda:1; auto: a GPU where there is one.
     dtype: Annotated[str, one_of(*DTYPES)] = "auto"

@@ -43,9 +43,8 @@ class ModelConfig(Section):
     expected to have; memory is estimated from them where the folder is not on this machine. Where ``path`` is null:
     the model; the weights are random and the tokenizer is the built-in task's."""
     seq_length: Optional[PositiveInt] = None
-    """The longest sequence, prompt and response together, in tokens. null: that of the run's problems, which is the
-    longest prompt and sampling.max_new_tokens, or a longer solution that the warm-up learns; the run folder's config
-    has the number."""
+    """The longest sequence, prompt and response together, in tokens. null: that of the run's problems: the longest
+    prompt and sampling.max_new_tokens, or a longer solution of the warm-up; the run folder's config has it."""
     attention: Annotated[str, one_of("auto", "te", "sdpa", "local")] = "auto"
     """te: Transformer Engine's, on a GPU; sdpa: torch's scaled_dot_product_attention; local: Megatron's, which keeps
     every score and takes no packed sequences. auto: te where it is installed and there is a GPU, otherwise sdpa, and
@@ -56,8 +55,7 @@ class ModelConfig(Section):
     logits or more on a rank, which are response tokens times vocabulary entries."""
     verify: bool = True
     """Before the training of a model that ``path`` names, compare its log-probabilities with those of transformers, and
-    refuse one that differs by more than rounding. A model that has no room on this machine is compared by its first
-    and last layers."""
+    refuse one that differs by more than rounding. A model without room is compared by its first and last layers."""
 
     def rules(self) -> Rules:
         typed = self.architecture is None or "model_type" in self.architecture
@@ -75,8 +73,7 @@ class SamplingConfig(Section):
     """Below 1: only the most likely tokens that have this share of the probability are sampled."""
     max_new_tokens: PositiveInt = 512  # A response that has not ended after this many tokens counts as wrong.
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
-    """Tokens that end a response as well. The end tokens of the tokenizer, of generation_config.json and of
-    config.json always do."""
+    """Tokens that end a response, besides those of the tokenizer, generation_config.json and config.json."""
 
 
 @dataclass
@@ -87,16 +84,14 @@ class TrainConfig:
     """Train from stored rollouts alone: a folder with iter_00000 and so on (another run's rollouts/ARM, or what
     ``collect`` wrote), or such a folder for each arm. null: every iteration generates its samples."""
     seed: Optional[NonNegativeInt] = None
-    """Seed of the arms' samples and of their order; null: the run's. Runs that differ in it alone start from the same
-    warm-up."""
+    """Seed of the arms' samples and their order; null: the run's. Runs that differ in it alone share their warm-up."""
 
 
 @dataclass
 class CheckpointConfig(Section):
     """What a killed run resumes from, and which policies are kept."""
 
-    every_steps: PositiveInt = 50
-    """Optimizer steps between two checkpoints; there is one before each iteration as well."""
+    every_steps: PositiveInt = 50  # Optimizer steps between two checkpoints; one precedes each iteration as well.
     keep: PositiveInt = 2
     """Checkpoints kept of the arm in training: where the newest is damaged, the one before it is used. Of a finished
     arm, the final policy alone is kept."""
@@ -120,8 +115,7 @@ class EarlyStopConfig(Section):
     there. ``checkpoint.best`` keeps the best one."""
 
     metric: Optional[str] = None
-    """A metric of the evaluations, such as greedy_accuracy. It needs evaluation.every. null: every arm trains to its
-    last iteration."""
+    """A metric of the evaluations, such as greedy_accuracy; it needs evaluation.every. null: arms train to the end."""
     mode: Annotated[str, one_of("max", "min")] = "max"  # max: a higher value is an improvement; min: a lower one.
     patience: PositiveInt = 3  # Evaluations in a row without improvement after which the training ends.
     min_delta: NonNegative = 0.0  # A change of at most so much is no improvement.
@@ -146,22 +140,18 @@ class EvaluationConfig(Section):
     """Greedy accuracy, self-consistency, pass@k and diversity on the test problems."""
 
     limit: Optional[PositiveInt] = None  # The first so many test problems alone; null: all.
-    samples: PositiveInt = 10
-    """Responses for each problem and rollout: votes are taken over them, pass@k goes up to it."""
+    samples: PositiveInt = 10  # Responses for each problem and rollout: votes are over them, pass@k goes up to it.
     temperature: list[float] = field(default_factory=lambda: [1.0])
     """Temperatures of the sampled responses and of their entropy, whatever ``sampling.temperature`` is. Metrics at the
-    first have plain names, at any other its suffix: vote@10/t0.6. Evaluations during the training use the first
-    alone."""
+    first, which evaluations in training use alone, have plain names, at others a suffix: vote@10/t0.6."""
     tuning_problems: NonNegativeInt = 0
     """Training problems, the first ones, on which a final evaluation compares the temperatures by their votes; metrics
     of the test problems at the best one get the suffix /best. 0: none."""
     rollouts: PositiveInt = 3  # Independent sets of ``samples`` responses, averaged.
-    every: NonNegativeInt = 0
-    """A short evaluation (greedy, and one rollout) before every so many iterations, for the curves; 0: none."""
+    every: NonNegativeInt = 0  # A short evaluation (greedy, one rollout) before every so many iterations; 0: none.
     bootstrap: PositiveInt = 2000  # Random weights, or resamples, of the problems for the 95 % intervals.
     aggregation: Annotated[str, one_of("last", "min", "product", "mean")] = "last"
-    """The one score of a response from a reward model's scores of its steps: last (the paper's), min, product or
-    mean."""
+    """A response's score from a reward model's scores of its steps: last (the paper's), min, product or mean."""
     vote_subsets: PositiveInt = 256
     """Subsets of k stored responses that a vote's expectation is estimated from, at least, for each problem and k."""
 
@@ -188,8 +178,7 @@ class RunConfig(Section):
     output_dir: str = "runs"  # Parent folder of the runs.
     experiment: Optional[str] = None
     """What the run reproduces: the file of ``conf/experiment/`` that it is composed from, such as
-    main/gsm8k_llama3_grpo; the tables of ``tools/paper_tables`` look for it. Another name, or null: a custom
-    run."""
+    main/gsm8k_llama3_grpo; the tables of ``tools/paper_tables`` look for it. Another, or null: a custom run."""
     seed: NonNegativeInt = 42  # Seed of the model's random weights, of sampling and of the samples' order.
     threads: Optional[PositiveInt] = None  # CPU threads of each process; null: torch's choice (torchrun sets one).
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -30,8 +30,7 @@ class OptimizerConfig(Section):
     schedule: Annotated[str, one_of("constant", "linear", "cosine")] = "constant"
     """constant, linear or cosine; the decay runs over the steps that the training announces, an upper bound where a
     collection may give fewer."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps in which the learning rate rises to ``lr``, from 0 at the first one (Megatron's schedule)."""
+    warmup_steps: NonNegativeInt = 0  # Steps in which the rate rises from 0 at the first to ``lr`` (Megatron's).
     weight_decay: NonNegative = 0.0  # Decoupled from the gradient, as in AdamW.
     adam_beta1: float = 0.9  # Decay of the running mean of the gradient.
     adam_beta2: float = 0.999  # Decay of the running mean of its square.
@@ -51,8 +50,7 @@ class MicroBatchConfig(Section):
     micro_batch_tokens: Optional[PositiveInt] = None
     """Tokens of one forward pass on one rank, padding included, at most: responses of like length share a pass. null:
     no such bound, and responses stay in their order."""
-    packing: bool = False
-    """Responses of a forward pass are packed into one sequence without padding, up to micro_batch_tokens."""
+    packing: bool = False  # A forward pass's responses are one sequence without padding, up to micro_batch_tokens.
     share_prompts: bool = False
     """With packing: the responses to one prompt in a forward pass share it, and its tokens are computed once."""
 
@@ -78,15 +76,13 @@ ONE_STEP = "one optimizer step for each collection"  # begins warnings of such a
 class LoopConfig(MicroBatchConfig):
     """Algorithm 1 around an objective: what ED-GRPO and ED-iDPO share."""
 
-    iterations: PositiveInt = 3
-    """T of Algorithm 1: collections from a frozen policy, each followed by many optimizer steps."""
+    iterations: PositiveInt = 3  # T of Algorithm 1: collections from a frozen policy, each followed by many steps.
     problems_per_iteration: Optional[PositiveInt] = None
     """null: every iteration samples for the whole prompt set, as in the paper. A number: for this many problems, each
     pass over the set in a new order."""
     epochs: PositiveInt = 1  # Passes over an iteration's samples.
     allow_one_step: bool = False
-    """Whether to train with exploration where a collection gives one optimizer step, in which the term can only add
-    noise."""
+    """Whether to explore where a collection gives one optimizer step, in which the term can only add noise."""
     reference: Annotated[str, one_of("initial", "previous", "ema")] = "initial"
     """The centre of the trust region: initial, the policy that the arm starts from; previous, the policy that
     collected the iteration's samples; ema, an exponential moving average of those."""
@@ -150,8 +146,7 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     that the iteration before was sampled from (in the first one the term is 0); reference, the one that the arm starts
     from, all as sampled in training. Off-policy samples push in expectation, from the first step on. Ours, not the
     paper's."""
-    dynamic_sampling: bool = False
-    """Groups whose rewards are all equal are dropped and other problems sampled in their place (DAPO)."""
+    dynamic_sampling: bool = False  # Groups of equal rewards are dropped, others sampled in their place (DAPO).
     max_extra_rounds: NonNegativeInt = 3  # Rounds of sampling that dynamic_sampling may add to a collection.
     overlong_buffer: Optional[PositiveInt] = None
     """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""
@@ -188,13 +183,11 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
 class IDPOConfig(LoopConfig, DPOLossConfig):
     """Iterative DPO and ED-iDPO: the loss, the pairs and the loop around them."""
 
-    pairs_per_prompt: PositiveInt = 4
-    """S: pairs for each prompt, at most, of a response with reward 1 and one with reward 0."""
+    pairs_per_prompt: PositiveInt = 4  # S: most pairs for a prompt, each of a response with reward 1 and one with 0.
     exploration_samples: str = "all"
     """The responses that the exploration term runs over: all that were sampled for a prompt, those in pairs only
     (paired), or a number of them."""
-    minibatch_size: PositiveInt = 64
-    """Prompts of one optimizer step, over all data-parallel ranks: all their pairs and samples."""
+    minibatch_size: PositiveInt = 64  # Prompts of an optimizer step, over all ranks: all their pairs and samples.
 
     def rules(self) -> Rules:
         even = self.micro_batch_size % 2 == 0
@@ -216,8 +209,7 @@ class BoundsConfig(Section):
     floor: Optional[Bound] = None  # The guard fires at this value and below; null: no floor.
     ceiling: Optional[Bound] = None  # The guard fires at this value and above; null: no ceiling.
     in_a_row: PositiveInt = 1  # Measurements at or beyond a bound, one after another, before the guard fires.
-    action: Annotated[str, one_of("warn", "stop")] = "warn"
-    """warn: log it and continue; stop: save a checkpoint and end the run."""
+    action: Annotated[str, one_of("warn", "stop")] = "warn"  # warn: log it; stop: save a checkpoint, end the run.
 
     def rules(self) -> Rules:
         apart = self.floor is None or self.ceiling is None or self.floor < self.ceiling
@@ -233,8 +225,7 @@ class GuardsConfig(Section):
     """Optimizer steps in a row that may be skipped, because the loss or the gradient norm is not finite (or is a spike,
     with ``on_grad_norm_spike`` skip); the last of them stops the run, with its batch kept for ``nemo-edo replay``."""
     grad_norm_spike: Optional[Annotated[float, above(1)]] = 20.0
-    """A gradient norm is a spike above so many times the median of the last 50 steps' (once there are 20). null: no
-    spikes."""
+    """A gradient norm is a spike above so many times the last 50 steps' median (once there are 20). null: no spikes."""
     on_grad_norm_spike: Annotated[str, one_of("warn", "skip", "stop")] = "warn"
     """warn: the step is taken; skip: it is not; stop: it is not, and the run ends with the batch kept for replay."""
     kl: BoundsConfig = field(default_factory=lambda: BoundsConfig(ceiling=10.0))
