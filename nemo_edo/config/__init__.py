@@ -2,7 +2,7 @@
 (``config.hydra``) and checks them against these dataclasses; the files have differences only. Checks that need no
 files, weights or devices are in ``__post_init__`` and name the key as a user writes it."""
 
-from nemo_edo.config.data import ArithmeticConfig, DataConfig, JudgeConfig, RewardsConfig
+from nemo_edo.config.data import ArithmeticConfig, Columns, DataConfig, JudgeConfig, RewardsConfig
 from nemo_edo.config.generation import GenerationConfig, RefitConfig, ServersConfig
 from nemo_edo.config.losses import AGGREGATIONS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
 from nemo_edo.config.parallelism import ClusterConfig, ContainerConfig, LoRAConfig, ParallelismConfig, PrecisionConfig

@@ -21,20 +21,19 @@ from nemo_edo.config.checks import (
     one_of,
     require,
 )
-from nemo_edo.data.answers import ANSWER_FORMATS
-from nemo_edo.data.benchmarks import BENCHMARKS
-from nemo_edo.data.problems import Columns
 from nemo_edo.utils.import_path import is_import_path
 
 PATTERN = "pattern"
+ANSWER_FORMATS = ("hashes", "hashes_text", "boxed", "final_answer_is", "so_the_answer_is", PATTERN, "flexible")
+BENCHMARKS = ("gsm8k", "math", "s1k", "s1k_eval", "aime24", "aime25", "math500", "minerva", "olympiadbench")
+"""The names of ``data.benchmarks.BENCHMARKS``."""
 Prompt = Annotated[str, Constraint(lambda text: "{question}" in text, "a text that contains {question}")]
 Benchmark = Annotated[str, one_of(*BENCHMARKS)]
 
 
 @dataclass
 class ArithmeticConfig(Section):
-    """The built-in task: sum a few numbers, merging any two of those left in each step
-    (``builtin_task.arithmetic``)."""
+    """The built-in task: sum a few numbers, merging any two of those left at each step (builtin_task.arithmetic)."""
 
     num_operands: Annotated[int, at_least(2)] = 4  # Numbers to sum.
     max_operand: PositiveInt = 9  # The largest number; the smallest is 0.
@@ -48,9 +47,21 @@ class ArithmeticConfig(Section):
 
 
 @dataclass
+class Columns:
+    """The columns that make a problem; others are its metadata. null: the setting's own name, if it is a column's."""
+
+    question: Optional[str] = None
+    """What is asked; every row has it: a text, or a chat that is asked as it is: a list of messages, each with a role
+    and a content."""
+    answer: Optional[str] = None
+    """The final answer alone: a text or a whole number. Without one, only a custom reward can score."""
+    solution: Optional[str] = None  # The text that a warm-up learns.
+    id: Optional[str] = None  # A name of the problem, unique in its file: a text or a whole number.
+
+
+@dataclass
 class DataConfig(Section):
-    """Problem files. ``train`` and ``test`` null: the built-in task writes them into the run folder. ``test`` alone is
-    enough where nothing is trained."""
+    """Problem files. ``train`` and ``test`` null: those of the built-in task. Without training, ``test`` is enough."""
 
     warmup: Optional[str] = None  # Solutions for the supervised warm-up; null: ``train``.
     train: Optional[str] = None
@@ -61,24 +72,20 @@ class DataConfig(Section):
     """The benchmark of ``warmup`` and ``train``; null: GSM8K's JSONL format with any number of rows."""
     test_benchmark: Optional[Benchmark] = None  # The benchmark of ``test``; null: as ``benchmark``.
     check_rows: bool = False
-    """Whether a file of a benchmark with another number of rows than the official split is an error; otherwise it is a
-    warning."""
+    """Whether a benchmark file with another number of rows than the official split is an error, not a warning."""
     columns: Columns = field(default_factory=Columns)
     """Names of the columns of ``train`` and ``test`` (JSONL, JSON, Parquet, or folders of ``Dataset.save_to_disk``), or
     of the rows of ``source``; a name with a dot is that of a field of a column (reward_model.ground_truth). Where all
     are null, files are in ``benchmark``'s format or GSM8K's."""
     source: Optional[ImportPath] = None
-    """Import path of a function that makes the problems, such as my_data:make, in place of files
-    (docs/data_and_rewards.md)."""
+    """A function that makes problems, in place of files: its import path, my_data:make (docs/data_and_rewards.md)."""
     source_args: dict[str, Any] = field(default_factory=dict)  # Its keyword arguments.
     prompt: Prompt = "{question}\n"  # The text that precedes a response; {question} is replaced.
     chat_template: str = "auto"
     """true: the prompt is the user's message in the model's chat template. auto: where the model has one. false: the
     prompt is text that the model continues. Otherwise a file with a template, or the name of one of the model's."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables of the chat template, such as enable_thinking."""
-    system_prompt: Optional[str] = None
-    """The system message before each question; a chat in the data that has its own keeps that."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # Template variables, such as enable_thinking.
+    system_prompt: Optional[str] = None  # The system message of each question, unless a chat in the data has its own.
     keep_special_tokens: list[str] = field(default_factory=list)
     """The tokenizer's special tokens that are words like any others, such as <answer>: responses' texts and what is
     scored keep them, and problems and solutions have them as tokens. In responses, others are left out; in problems
@@ -123,12 +130,6 @@ class DataConfig(Section):
     def is_built_in(self) -> bool:
         return self.test is None and self.source is None
 
-    def reading(self, split: str) -> dict[str, Any]:
-        """How ``data.problems.load_problems`` reads the file of a split."""
-        benchmark = self.benchmark if split == "train" else self.tested_on
-        return {"on_bad_rows": self.on_bad_rows, "benchmark": benchmark, "split": split,
-                "check_rows": self.check_rows, "columns": self.columns}  # fmt: skip
-
     @property
     def tested_on(self) -> Optional[str]:
         """The benchmark of ``test``."""
@@ -166,11 +167,9 @@ class JudgeConfig(Section):
     url: Optional[ServerUrl] = None  # Where the API is, such as https://api.openai.com/v1 or http://node7:8000/v1.
     model: Optional[str] = None  # What the server calls the model.
     answers_as: Optional[str] = None
-    """What the server's answers call the model; null: as ``model`` does, or that with a hyphen and a version, such as a
-    date."""
+    """What the server's answers call the model; null: as ``model``, or that with a hyphen and a version (date)."""
     api_key_variable: Optional[str] = None
-    """The environment variable that holds the key; null: the server asks for none. The key is written
-    nowhere."""
+    """The environment variable with the key, which is written nowhere; null: the server asks for none."""
     temperature: NonNegative = 0.0  # Temperature of the judge's replies.
     max_tokens: PositiveInt = 1024  # Most tokens of a reply; a reply that was cut has no verdict.
     prompt: str = PROMPT
@@ -187,17 +186,14 @@ class JudgeConfig(Section):
     """The longest wait before a request's second attempt; it doubles with each one, and the wait is a random share."""
     backoff_limit_s: Positive = 60.0  # Upper bound of the wait.
     retry_after_limit_s: Positive = 300.0
-    """The longest wait that a server's Retry-After is obeyed for; a request that it puts off for longer has no verdict.
-    """
+    """The longest wait that a Retry-After is obeyed for; a request that is put off for longer has no verdict."""
     max_abstained: Share = 0.1
     """Share of the responses generated at a time (``generation.part_size``) that may be without a verdict; above it
     the run stops, and keeps the verdicts."""
     compare_with_rules: bool = True
     """Have the rules (``rewards.verifier`` math) compare the same answers, and report how often the two agree."""
-    cache: Optional[str] = None
-    """The file of verdicts, which all runs can share; null: ``judge.sqlite`` in ``output_dir``."""
-    prompt_price: Optional[NonNegative] = None
-    """Price of a million prompt tokens, in any currency; null: costs are not reported."""
+    cache: Optional[str] = None  # The file of verdicts, which runs can share; null: ``judge.sqlite`` in ``output_dir``.
+    prompt_price: Optional[NonNegative] = None  # Price of a million prompt tokens, in any currency; null: no costs.
     completion_price: Optional[NonNegative] = None  # Price of a million reply tokens.
 
     def rules(self) -> Rules:
@@ -236,8 +232,7 @@ class RewardsConfig(Section):
     verifier does."""
     functions: dict[str, RewardFunctionConfig] = field(default_factory=dict)
     """Several of them by name; the reward is the weighted sum of their scores."""
-    function_time_limit_s: Positive = 60.0
-    """Wall time of a function for one response; above it the run stops, and resumes where it was."""
+    function_time_limit_s: Positive = 60.0  # Wall time of a function for a response; above it the run stops, to resume.
     success_at: float = 1.0
     """The lowest reward of a success, for accuracy, pass@k, votes, pairs and guards. Verifiers give 0 or 1."""
 

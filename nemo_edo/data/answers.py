@@ -122,14 +122,8 @@ class AnswerFormat:
 
 
 def answer_format(name: str, pattern: str | None = None) -> AnswerFormat:
-    """The format of that name.
-
-    hashes: a line ``#### N``, N a number, as GSM8K's solutions have it. hashes_text: all that follows the last ``####``
-    at a line's beginning, as it is. boxed: ``\\boxed{...}``, with braces inside. final_answer_is, so_the_answer_is:
-    what follows that phrase to the end of the sentence, or the box there. pattern: the last match of the regular
-    expression ``pattern``: its group ``answer``, or its first group, or all of it. flexible: the first of ``#### N``,
-    the last box, what follows the last "answer is", and the last number; only the last is not well formed.
-    """
+    """The format of that name, one of ``data.answer_format``, with ``data.answer_pattern``. A phrase's answer goes to
+    the end of the sentence, or is the box there. Of what flexible finds, only a last number is not well formed."""
     if name in _FIXED:
         return _FIXED[name]
     if name == "boxed":
@@ -146,7 +140,6 @@ HASHES_TEXT = AnswerFormat(
     lambda text: _HASHES.split(text)[-1].strip() or None if _HASHES.search(text) else None,
     lambda text: len(_HASHES.findall(text)) == 1,
 )
-ANSWER_FORMATS = ("hashes", "hashes_text", "boxed", *_PHRASES, "pattern", "flexible")
 
 
 def _format(find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:

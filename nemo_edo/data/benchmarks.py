@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_well_formed
@@ -15,17 +15,11 @@ NUMBER, MATH, TEXT = "number", "math", "text"
 """Kinds of gold answers: a canonical number; LaTeX or words that rules can compare; prose that needs a judge."""
 _BOXED = answer_format("boxed")
 _PHRASE = answer_format("final_answer_is")
+Gold = tuple[str, str, str, str]
+"""Question, solution (where the benchmark has none, the sentence that states the answer), answer, its kind."""
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 _PROSE = re.compile(r"[a-z]+ [a-z]+ [a-z]+")
 _LONGEST_RULED = 100  # characters of a solution of one line that is taken for the answer itself: s1K has both
-
-
-@dataclass(frozen=True)
-class Gold:
-    question: str
-    solution: str  # the reference solution; where the benchmark has none, the sentence that states the answer
-    answer: str
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -35,7 +29,7 @@ class Benchmark:
     hub: str  # the data set on the Hugging Face hub
     splits: Mapping[str, int]  # rows of each official split
     columns: Mapping[str, tuple[str, ...]]  # official copies' names of what is read; one of each has to be there
-    read: Callable[[Mapping[str, Any]], Gold]  # From a row's read columns, by our names. Raises RowError.
+    read: Callable[[Mapping[str, Any]], Gold]  # from a row's read columns, by our names; raises RowError
     answers: str  # the answer format of the paper's prompt for it
     licence: str
     hub_configs: tuple[str, ...] = ("default",)
@@ -54,13 +48,11 @@ class Benchmark:
                 there = ", ".join(map(str, content)) or "none"
                 raise RowError(f'has no "{names[0]}" (its columns: {there}); expected {self.expected}; {NAME_COLUMNS}')
         known = {name for names in (*self.columns.values(), *self.optional.values()) for name in names}
-        gold = self.read(values)
-        for name in ("question", "solution", "answer"):
-            text_of(getattr(gold, name), name, may_be_blank=name == "solution")
+        question, solution, answer, kind = self.read(values)
+        for name, text in {"question": question, "solution": solution, "answer": answer}.items():
+            text_of(text, name, may_be_blank=name == "solution")
         metadata = plain_values({name: value for name, value in content.items() if name not in known})
-        return Problem(
-            f"{stem}-{row.number}", gold.question, gold.solution, gold.answer, row.source, gold.kind, metadata
-        )
+        return Problem(f"{stem}-{row.number}", question, solution, answer, row.source, kind, metadata)
 
     @property
     def expected(self) -> str:
@@ -76,7 +68,7 @@ def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
             '"answer" does not end in one "#### number" line, as in "... #### 72"; where a column has the final answer '
             "alone, name it with data.columns.answer"
         )
-    return Gold(question, solution, final_answer(solution), NUMBER)
+    return question, solution, final_answer(solution), NUMBER
 
 
 def _stated_gold(values: Mapping[str, Any]) -> Gold:
@@ -84,16 +76,16 @@ def _stated_gold(values: Mapping[str, Any]) -> Gold:
     question, answer = text_of(values["question"], "question"), clean_answer(str(values["answer"]))
     answer = _BOXED.extract(answer) or answer
     solution = values.get("solution") or f"The final answer is ${answer}$."
-    return Gold(question, text_of(solution, "solution"), answer, MATH)
+    return question, text_of(solution, "solution"), answer, MATH
 
 
 def _aime_gold(values: Mapping[str, Any]) -> Gold:
     """Answers are whole numbers from 0 to 999; some copies have them only in the solution's box."""
-    gold = _stated_or_boxed_gold(values)
-    digits = re.fullmatch(r"0*(\d{1,3})", gold.answer)
+    question, solution, answer, kind = _stated_or_boxed_gold(values)
+    digits = re.fullmatch(r"0*(\d{1,3})", answer)
     if digits is None:
-        raise RowError(f'the answer is "{gold.answer}", expected a whole number from 0 to 999')
-    return replace(gold, answer=digits[1])
+        raise RowError(f'the answer is "{answer}", expected a whole number from 0 to 999')
+    return question, solution, digits[1], kind
 
 
 def _stated_or_boxed_gold(values: Mapping[str, Any]) -> Gold:
@@ -106,7 +98,7 @@ def _stated_or_boxed_gold(values: Mapping[str, Any]) -> Gold:
     answer = _BOXED.extract(solution)
     if answer is None:
         raise RowError('"solution" has no \\boxed{} answer whose braces close')
-    return Gold(question, solution, answer, MATH)
+    return question, solution, answer, MATH
 
 
 def _olympiad_gold(values: Mapping[str, Any]) -> Gold:
@@ -121,9 +113,8 @@ def _olympiad_gold(values: Mapping[str, Any]) -> Gold:
     question = text_of(values["question"], "question")
     answer = clean_answer(", ".join(clean_answer(answer) for answer in answers))
     solution = "\n\n".join(solutions) if isinstance(solutions, list) else solutions
-    return Gold(
-        f"{context}\n\n{question}" if context else question, solution or f"The final answer is {answer}.", answer, MATH
-    )
+    question = f"{context}\n\n{question}" if context else question
+    return question, solution or f"The final answer is {answer}.", answer, MATH
 
 
 def _s1k_gold(values: Mapping[str, Any]) -> Gold:
@@ -137,7 +128,7 @@ def _s1k_gold(values: Mapping[str, Any]) -> Gold:
     steps = steps or [reference]
     if answer is not None:
         steps.append(f"The final answer is {answer}.")
-    return Gold(question, "\n\n".join(steps), answer or reference, TEXT if answer is None else MATH)
+    return question, "\n\n".join(steps), answer or reference, TEXT if answer is None else MATH
 
 
 _PROBLEM = ("problem", "Problem", "question")

@@ -23,17 +23,12 @@ if TYPE_CHECKING:
     from jinja2 import Template
     from transformers import PreTrainedTokenizerBase
 
+    from nemo_edo.config import DataConfig
+
 Message = Mapping[str, str]  # a role and a content
 SETTING = "data.chat_template"
 SECONDS = 10  # CPU time of one conversation, for which a template needs about a millisecond
 MEMORY_MB = 1024
-
-
-@dataclass(frozen=True)
-class Unrendered:
-    """Why a conversation has no text, after the template's name."""
-
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -50,15 +45,7 @@ class ChatTemplate:
         own = self.system_prompt is None or any(message["role"] == "system" for message in chat)
         return [*([] if own else [{"role": "system", "content": self.system_prompt}]), *chat]
 
-    def check(self, given: Mapping[str, Any]) -> None:
-        """Raises UserError for a variable among ``given`` that the template does not have."""
-        names = self._run([])[0]
-        for name in given:
-            if name not in names:
-                has = did_you_mean(name, names) or f" (it reads {', '.join(names)})"
-                raise UserError(f"data.chat_template_kwargs has {name!r}, which {self.name} does not read{has}")
-
-    def render(self, chats: Sequence[Sequence[Message]], *, closed: Collection[int] = ()) -> list[str | Unrendered]:
+    def render(self, chats: Sequence[Sequence[Message]], *, closed: Collection[int] = ()) -> list[str | TaskFailure]:
         """The text of each chat, or why it has none. closed: places of those without a beginning of the model's turn.
         Raises UserError for a template that Jinja cannot read."""
         # Templates test what they do not get for being none or defined.
@@ -69,25 +56,26 @@ class ChatTemplate:
         ])[1:]  # fmt: skip
 
     def _run(self, variables: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The names of the template's variables, and its text, or an Unrendered, for each of these."""
+        """The names of the template's variables, and its text, or a TaskFailure, for each of these."""
         # Prepared: a worker that loads Jinja first may use up a conversation's time with it.
         pool = WorkerPool(Limits(SECONDS, MEMORY_MB, workers=1, budget_s=SECONDS), prepare=f"{__name__}:_compiled")
         try:
             found = pool.run(f"{__name__}:_rendered", [(self.text, self.now, one) for one in (None, *variables)])
         finally:
             pool.close()
-        reasons = {
-            TIMED_OUT: f"took more than {SECONDS} s of CPU time", OUT_OF_MEMORY: f"takes more than {MEMORY_MB} MiB"
-        }  # fmt: skip
-        for place, one in enumerate(found):
-            if isinstance(one, TaskFailure):
-                found[place] = Unrendered(reasons.get(one) or f"{one.reason} ({one.exit_status})")
-        if isinstance(found[0], Unrendered):
-            raise UserError(f"{self.name} {found[0].reason}; correct it, or set {SETTING} to a file or to false")
+        if isinstance(found[0], TaskFailure):
+            raise UserError(f"{self.name} {why(found[0])}; correct it, or set {SETTING} to a file or to false")
         return found
 
 
-def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None) -> str | list[str] | Unrendered:
+def why(failure: TaskFailure) -> str:
+    """Why a conversation has no text, after the template's name."""
+    limits = {TIMED_OUT: f"took more than {SECONDS} s of CPU time", OUT_OF_MEMORY: f"takes more than {MEMORY_MB} MiB"}
+    status = f" ({failure.exit_status})" if failure.exit_status else ""
+    return limits.get(failure, f"{failure.reason}{status}")
+
+
+def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None) -> str | list[str] | TaskFailure:
     """In a worker: the template's text with these variables, or without any the names of those that it reads."""
     from jinja2 import TemplateNotFound, TemplateSyntaxError
 
@@ -97,11 +85,11 @@ def _rendered(template: str, now: datetime, variables: Mapping[str, Any] | None)
     except MemoryError:
         raise
     except TemplateSyntaxError as error:
-        return Unrendered(f"has a syntax error in line {error.lineno}: {error.message}")
+        return TaskFailure(f"has a syntax error in line {error.lineno}: {error.message}")
     except TemplateNotFound as error:
-        return Unrendered(f"includes another file ({error.name}), which is not read: write it into the template")
+        return TaskFailure(f"includes another file ({error.name}), which is not read: write it into the template")
     except Exception as error:  # a template can raise anything
-        return Unrendered(f"raised {type(error).__name__}: {error}" if str(error) else f"raised {type(error).__name__}")
+        return TaskFailure(f"raised {type(error).__name__}: {error}".removesuffix(": "))
 
 
 def _text(template: Template, variables: Mapping[str, Any]) -> str:
@@ -149,16 +137,10 @@ def _compiled(template: str = "", now: datetime = datetime.min) -> tuple[Templat
     return jinja.from_string(template), sorted(meta.find_undeclared_variables(jinja.parse(template)))
 
 
-def chat_template(
-    asked: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    variables: Mapping[str, Any],
-    system_prompt: str | None,
-    now: datetime,
-) -> ChatTemplate | None:
+def chat_template(data: DataConfig, tokenizer: PreTrainedTokenizerBase, now: datetime) -> ChatTemplate | None:
     """The template that ``data.chat_template`` (auto, true, false, a file, or one of several names) asks for; None:
     prompts are text. Raises UserError for one that is missing or cannot be used, and for several without a default."""
+    asked, variables = data.chat_template, data.chat_template_kwargs
     if asked == "false":
         return None
     named, folder = tokenizer.chat_template, tokenizer.name_or_path
@@ -188,9 +170,12 @@ def chat_template(
         )
     else:
         return None
-    made = ChatTemplate(text, name, {**tokenizer.special_tokens_map, **variables}, system_prompt, now)
-    if variables:
-        made.check(variables)
+    made = ChatTemplate(text, name, {**tokenizer.special_tokens_map, **variables}, data.system_prompt, now)
+    names = made._run([])[0] if variables else []
+    for variable in variables:
+        if variable not in names:
+            has = did_you_mean(variable, names) or f" (it reads {', '.join(names)})"
+            raise UserError(f"data.chat_template_kwargs has {variable!r}, which {name} does not read{has}")
     return made
 
 

@@ -11,25 +11,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any
 
 from nemo_edo.data.answers import canonical_number
 from nemo_edo.data.benchmarks import BENCHMARKS, MATH, NUMBER, TEXT, Benchmark
 from nemo_edo.data.chat import chat_of, question_of
-from nemo_edo.data.rows import (
-    NAME_COLUMNS,
-    ProblemFileError,
-    Row,
-    RowError,
-    plain_values,
-    read_bytes,
-    read_rows,
-    text_of,
-)
+from nemo_edo.data.rows import NAME_COLUMNS, ProblemFileError, Row, RowError, plain_values, read_rows, text_of
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import load_function, said
 from nemo_edo.utils.wording import did_you_mean
+
+if TYPE_CHECKING:
+    from nemo_edo.config import Columns, DataConfig
 
 _SHOWN = 5
 _PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
@@ -39,95 +33,64 @@ MADE = "data.source"  # the benchmark of problems that a function has made
 SPLITS = ("warmup", "train", "test")  # what a function makes; without warmup, the warm-up learns from train
 
 
-@dataclass
-class Columns:
-    """The columns that make a problem; others are its metadata. null: the setting's own name, if it is a column's."""
-
-    question: Optional[str] = None
-    """What is asked; every row has it: a text, or a chat that is asked as it is: a list of messages, each with a role
-    and a content."""
-    answer: Optional[str] = None
-    """The final answer alone: a text or a whole number. Without one, only a custom reward can score."""
-    solution: Optional[str] = None  # The text that a warm-up learns.
-    id: Optional[str] = None  # A name of the problem, unique in its file: a text or a whole number.
-
-    @property
-    def are_named(self) -> bool:
-        return any(value is not None for value in vars(self).values())
-
-    def problem(self, row: Row, stem: str) -> Problem:
-        """The problem of a row, named ``STEM-ID``; the row's number is its id where it has none. Raises RowError for a
-        missing column, and for a value that is none of JSON's."""
-        content, chat = row.fields(), ()
-        texts, metadata = {"id": str(row.number), "answer": "", "solution": ""}, dict(content)
-        for name in ("question", "answer", "solution", "id"):
-            setting = getattr(self, name)
-            column = setting or name
-            value = metadata.pop(column, None)
-            if column not in content:  # a field of a column: reward_model.ground_truth
-                value = content
-                for part in column.split("."):
-                    value = value.get(part) if isinstance(value, Mapping) else None
-            if column in content or value is not None:
-                if name == "question" and isinstance(value, list | tuple):
-                    chat = chat_of(value, column)
-                    value = question_of(chat)
-                elif name == "question" and str(value).lstrip().startswith('[{"role":'):
-                    raise RowError(f'"{column}" is messages written as a text; expected the list itself (json.loads)')
-                texts[name] = text_of(value, column, may_be_number=name in ("answer", "id"))
-            elif setting is not None or name == "question":
-                names = [str(one) for one in content]
-                near = f"{did_you_mean(column, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"
-                named_by = f" (data.columns.{name})" if setting is not None else ""
-                raise RowError(f'has no column "{column}"{named_by}{near}{"" if named_by else f"; {NAME_COLUMNS}"}')
-        kind = MATH if canonical_number(texts["answer"]) is None else NUMBER
-        return Problem(
-            f"{stem}-{texts['id']}", texts["question"], texts["solution"], texts["answer"], row.source, kind,
-            plain_values(metadata), chat,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class BadRow:
-    source: str  # ``path:line``
-    reason: str  # what is wrong, and what would be right
+def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
+    """The problem of a row, named ``STEM-ID``; the row's number is its id where it has none. Raises RowError for a
+    missing column, and for a value that is none of JSON's."""
+    content, chat = row.fields(), ()
+    texts, metadata = {"id": str(row.number), "answer": "", "solution": ""}, dict(content)
+    for name in ("question", "answer", "solution", "id"):
+        setting = getattr(columns, name)
+        column = setting or name
+        value = metadata.pop(column, None)
+        if column not in content:  # a field of a column: reward_model.ground_truth
+            value = content
+            for part in column.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+        if column in content or value is not None:
+            if name == "question" and isinstance(value, list | tuple):
+                chat = chat_of(value, column)
+                value = question_of(chat)
+            elif name == "question" and str(value).lstrip().startswith('[{"role":'):
+                raise RowError(f'"{column}" is messages written as a text; expected the list itself (json.loads)')
+            texts[name] = text_of(value, column, may_be_number=name in ("answer", "id"))
+        elif setting is not None or name == "question":
+            names = [str(one) for one in content]
+            near = f"{did_you_mean(column, names, cutoff=0.5)} (its columns: {', '.join(names) or 'none'})"
+            named_by = f" (data.columns.{name})" if setting is not None else ""
+            raise RowError(f'has no column "{column}"{named_by}{near}{"" if named_by else f"; {NAME_COLUMNS}"}')
+    kind = MATH if canonical_number(texts["answer"]) is None else NUMBER
+    return Problem(
+        f"{stem}-{texts['id']}", texts["question"], texts["solution"], texts["answer"], row.source, kind,
+        plain_values(metadata), chat,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class LoadedProblems:
     problems: list[Problem]
-    skipped: list[BadRow]
+    skipped: list[str]  # of each bad row ``PATH:LINE: WHY``: what is wrong, and what would be right
 
 
-def load_problems(
-    path: str | Path,
-    *,
-    on_bad_rows: str,
-    benchmark: str | None = None,
-    split: str = "train",
-    check_rows: bool = False,
-    columns: Columns | None = None,
-) -> LoadedProblems:
-    """The problems of a file, in its order.
+def load_problems(path: str | Path, data: DataConfig, split: str = "train") -> LoadedProblems:
+    """The problems of a split's file, in its order.
 
     A file with a manifest next to it is what ``write_problems`` wrote, and has to be what the manifest says. Otherwise
-    it has rows with the named ``columns``; or where none is named those of ``benchmark``'s official files, or without
-    one GSM8K's, where questions that differ only in white space are bad rows, but for the first. Solutions lose GSM8K's
+    it has rows with ``data.columns``; or where none is named those of the benchmark's official files, or without one
+    GSM8K's, where questions that differ only in white space are bad rows, but for the first. Solutions lose GSM8K's
     calculator annotations; nothing else of the text is changed. The other columns are the problem's metadata.
-
-    on_bad_rows: error stops at a file with bad rows, skip returns them in ``skipped``. check_rows: whether another
-    number of rows than the official ``split`` has is an error; otherwise it is a warning.
     Raises ProblemFileError (a ValueError) for what cannot be read, bad rows, no good ones, and another benchmark's.
     """
-    path = Path(path)
+    path, on_bad_rows = Path(path), data.on_bad_rows
+    benchmark = data.tested_on if split == "test" else data.benchmark
     if manifest_path(path).is_file():
         return _load_prepared(path, benchmark)
-    if columns is not None and columns.are_named:
+    rows = read_rows(path)
+    if any(name is not None for name in vars(data.columns).values()):
         expected = "expected one problem in each row"
-        return read_problems(path, read_rows(path), lambda row: columns.problem(row, path.stem), on_bad_rows, expected)
+        return read_problems(path, rows, lambda row: named_problem(data.columns, row, path.stem), on_bad_rows, expected)
     if benchmark is not None:
-        official, rows = BENCHMARKS[benchmark], read_rows(path)
-        return read_benchmark(official, path, rows, split=split, on_bad_rows=on_bad_rows, check_rows=check_rows)
+        reading = {"split": split, "on_bad_rows": on_bad_rows, "check_rows": data.check_rows}
+        return read_benchmark(BENCHMARKS[benchmark], path, rows, **reading)
     first_seen: dict[str, str] = {}
 
     def gsm8k_problem(row: Row) -> Problem:
@@ -138,7 +101,7 @@ def load_problems(
         return problem
 
     expected = 'expected {"question": "...", "answer": "... #### 72"} on each line'
-    return read_problems(path, read_rows(path), gsm8k_problem, on_bad_rows, expected)
+    return read_problems(path, rows, gsm8k_problem, on_bad_rows, expected)
 
 
 def read_benchmark(
@@ -168,7 +131,7 @@ def read_problems(
     """The problems that ``problem`` makes of rows; it raises RowError for a bad one. name: what the rows are of.
     Raises ProblemFileError as ``load_problems`` does."""
     problems: dict[str, Problem] = {}
-    bad: list[BadRow] = []
+    bad: list[str] = []
     for row in rows:
         try:
             made = problem(row)
@@ -176,18 +139,18 @@ def read_problems(
                 raise RowError(f"has the id {made.id}, as {problems[made.id].source} has; ids are unique in a file")
             problems[made.id] = made
         except RowError as error:
-            bad.append(BadRow(row.source, str(error)))
+            bad.append(f"{row.source}: {error}")
     if not problems and not bad:
         raise ProblemFileError(f"{name}: has no rows; {expected}")
     return without_bad_rows(name, list(problems.values()), bad, on_bad_rows, expected=f"; {expected}")
 
 
 def without_bad_rows(
-    name: str | Path, good: list[Problem], bad: list[BadRow], on_bad_rows: str, expected: str = ""
+    name: str | Path, good: list[Problem], bad: list[str], on_bad_rows: str, expected: str = ""
 ) -> LoadedProblems:
     """Raises ProblemFileError where bad rows are an error, or no good one is left."""
     if bad and (on_bad_rows == "error" or not good):
-        shown = [f"  {row.source}: {row.reason}" for row in bad[:_SHOWN]]
+        shown = [f"  {row}" for row in bad[:_SHOWN]]
         if len(bad) > _SHOWN:
             shown.append(f"  ... and {len(bad) - _SHOWN} more")
         remedy = "correct them, or leave them out with --on-bad-rows=skip" if good else f"no good row is left{expected}"
@@ -239,7 +202,8 @@ def _load_prepared(path: Path, benchmark: str | None) -> LoadedProblems:
         named, sha256 = manifest["benchmark"], manifest["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise ProblemFileError(f"{manifest_file}: is not a manifest ({error}); run tools/prepare_data again") from error
-    found = hashlib.sha256(read_bytes(path)).hexdigest()
+    rows = list(read_rows(path))
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
     if found != sha256:
         raise ProblemFileError(
             f"{path}: has the SHA-256 checksum {found}, but {manifest_file.name} says {sha256}; the file has changed "
@@ -259,7 +223,7 @@ def _load_prepared(path: Path, benchmark: str | None) -> LoadedProblems:
         problem = Problem(**{"source": row.source, **values, **of_source})
         return replace(problem, messages=tuple(problem.messages))
 
-    return read_problems(path, read_rows(path), problem, "error", "expected rows of tools/prepare_data")
+    return read_problems(path, rows, problem, "error", "expected rows of tools/prepare_data")
 
 
 # --- problems that a user's function makes ----------------------------------------------------------------------------
@@ -298,7 +262,7 @@ def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> 
         if not isinstance(made, Problem):
             if not isinstance(made, Mapping):
                 raise RowError(f"is of type {type(made).__name__}, expected a Problem or a dict")
-            return columns.problem(replace(row, content=dict(made)), split)
+            return named_problem(columns, replace(row, content=dict(made)), split)
         for name in ("id", "question", "solution", "answer"):
             text_of(getattr(made, name), name, may_be_blank=name in _MAY_BE_BLANK)
         chat = chat_of(made.messages, "messages") if made.messages else ()
@@ -310,7 +274,7 @@ def made_problems(path: str, arguments: Mapping[str, Any], columns: Columns) -> 
         # The function's bad rows are its author's to correct: the first one is named.
         loaded = read_problems(f"data.source ({path}) {split}", numbered, problem, "skip", "expected problems")
         for bad in loaded.skipped:
-            raise ProblemFileError(f"data.source: {bad.source}: {bad.reason}")
+            raise ProblemFileError(f"data.source: {bad}")
         made_splits[split] = loaded.problems
     for split in SPLITS[:-1]:
         shared = {one.id for one in made_splits.get(split, [])} & {one.id for one in made_splits["test"]}

@@ -12,14 +12,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_edo.data.chat import SETTING, ChatTemplate, Message, Unrendered, chat_template
+from nemo_edo.data.chat import SETTING, ChatTemplate, Message, chat_template, why
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 from nemo_edo.utils.wording import did_you_mean
+from nemo_edo.utils.worker_pool import TaskFailure
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+    from nemo_edo.config import DataConfig
 
 TokenIds = tuple[int, ...]
 REMEDY = f"set {SETTING} to a file or to false, or what it needs (data.system_prompt, data.chat_template_kwargs)"
@@ -117,33 +120,21 @@ class PromptStyle:
     kept: tuple[str, ...] = ()  # special tokens that are words like any others (``data.keep_special_tokens``)
 
 
-def prompt_style(
-    template: str,
-    asked: str,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    system_prompt: str | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    kept: Sequence[str] = (),
-    now: datetime | None = None,
-) -> PromptStyle:
-    """The style that ``data.prompt``, ``data.chat_template`` (``asked``), ``data.system_prompt``,
-    ``data.chat_template_kwargs`` and ``data.keep_special_tokens`` make with a tokenizer. now: the time that a template
-    writes. Raises UserError where the template cannot be used, or the tokenizer has no such special token."""
+def prompt_style(data: DataConfig, tokenizer: PreTrainedTokenizerBase, now: datetime | None = None) -> PromptStyle:
+    """The style that the settings make with a tokenizer. now: the time that a template writes. Raises UserError where
+    the template cannot be used, or the tokenizer has no such special token as ``data.keep_special_tokens``."""
+    kept = data.keep_special_tokens
     known = special_tokens(tokenizer)
     for token in kept:
         if token not in known:
             has = did_you_mean(token, known) or f" (it has {', '.join(known)})"
             raise UserError(f"data.keep_special_tokens: the tokenizer has no special token {token!r}{has}")
-    variables, now = kwargs or {}, now or datetime.now()
-    chat = chat_template(asked, tokenizer, variables=variables, system_prompt=system_prompt, now=now)
-    for name, value in (("system_prompt", system_prompt), ("chat_template_kwargs", kwargs)):
-        if chat is None and value:
-            raise UserError(
-                f"data.{name} is set, but prompts have no chat template: data.chat_template is {asked}"
-                + (f", and the tokenizer {tokenizer.name_or_path!r} has none" if asked == "auto" else "")
-            )
-    return PromptStyle(template, chat, tuple(kept))
+    chat = chat_template(data, tokenizer, now or datetime.now())
+    for name in ("system_prompt", "chat_template_kwargs"):
+        if chat is None and getattr(data, name):  # which data.chat_template=false refuses already
+            has = f"data.chat_template is auto, and the tokenizer {tokenizer.name_or_path!r} has none"
+            raise UserError(f"data.{name} is set, but prompts have no chat template: {has}")
+    return PromptStyle(data.prompt, chat, tuple(kept))
 
 
 def left_out_tokens(tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> frozenset[int] | None:
@@ -178,11 +169,6 @@ def warnings_of(
     return said
 
 
-def render_prompt(template: str, question: str) -> str:
-    """The template with ``{question}`` replaced; other braces stay as they are."""
-    return template.replace("{question}", question)
-
-
 def encode_prompts(
     problems: Sequence[Problem],
     tokenizer: PreTrainedTokenizerBase,
@@ -209,9 +195,6 @@ def _encode_prompts(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, ends: Collection[int]
 ) -> list[Prompt]:
     chat, prompts = style.chat, []
-    written, name = (style.template, "data.prompt") if chat is None else (chat.text, chat.name)
-    if _PRIVATE.search(written):
-        raise UserError(f"{name} has a private character beyond U+100000, by which users' text is marked; remove it")
     if chat is None:
         markup = Markup(tokenizer, style.kept)
         for problem in problems:
@@ -220,7 +203,7 @@ def _encode_prompts(
                     f"{problem.source}: has messages, and without a chat template a prompt is one text; set "
                     "data.chat_template to a file, or model.path to a model that was trained to chat"
                 )
-            text = render_prompt(style.template, markup.text(problem.question))
+            text = style.template.replace("{question}", markup.text(problem.question))  # other braces stay as they are
             ids = _encode(text, tokenizer, markup, problem, special=True)
             prompts.append(Prompt(problem, (problem.question,), markup.plain(text), ids))
     elif problems:
@@ -228,8 +211,8 @@ def _encode_prompts(
         markup = Markup(tokenizer, style.kept, require_begun(chat, chats[0], problems[0].source))
         marked = [[{**message, "content": markup.text(message["content"])} for message in one] for one in chats]
         for problem, messages, text in zip(problems, chats, chat.render(marked), strict=True):
-            if isinstance(text, Unrendered):
-                raise UserError(f"{problem.source}: {chat.name} {text.reason}; {REMEDY}")
+            if isinstance(text, TaskFailure):
+                raise UserError(f"{problem.source}: {chat.name} {why(text)}; {REMEDY}")
             own = tuple(message["content"] for message in messages if message["role"] in ("system", "user"))
             prompts.append(Prompt(problem, own, markup.plain(text), _encode(text, tokenizer, markup, problem)))
     check_prompts(prompts, tokenizer, chat.name if chat else None, {tokenizer.eos_token_id, *ends})
@@ -267,7 +250,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
 
 
 def _messages(problem: Problem, template: str) -> Sequence[Message]:
-    return problem.messages or [{"role": "user", "content": render_prompt(template, problem.question)}]
+    return problem.messages or [{"role": "user", "content": template.replace("{question}", problem.question)}]
 
 
 def _encode(
@@ -308,8 +291,8 @@ def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) 
     prompt, closed, reply, asked_again = chat.render(
         [empty, empty, answered, [*answered, {"role": "user", "content": _CONTENT}]], closed=(1, 2, 3)
     )
-    if isinstance(prompt, Unrendered):
-        raise UserError(f"{source}: {chat.name} {prompt.reason}; {REMEDY}")
+    if isinstance(prompt, TaskFailure):
+        raise UserError(f"{source}: {chat.name} {why(prompt)}; {REMEDY}")
     # Mistral's always begins it, add_generation_prompt or not: a reply follows immediately. What precedes the last
     # question may differ, since Mistral's has the system message there and only there.
     end = prompt[prompt.rfind(_CONTENT) :].rstrip()
@@ -325,10 +308,9 @@ def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) 
 def check_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: str | None, ends: Collection[int | None]
 ) -> None:
-    """Raises UserError for a prompt that is empty, lacks its question, begins with two begin tokens, ends with an end
-    token, or is another question's. template: the chat template's name, if prompts have one."""
+    """Raises UserError for a prompt that is empty, lacks its question, begins with two begin tokens, or ends with an
+    end token. template: the chat template's name, if prompts have one."""
     named, begin = f"the tokenizer {tokenizer.name_or_path!r}", tokenizer.bos_token_id
-    seen: dict[tuple[int, ...], Prompt] = {}
     for place, prompt in enumerate(prompts):
         ids, source = prompt.ids, prompt.problem.source
         if not ids:
@@ -347,12 +329,6 @@ def check_prompts(
             by = template or (f"{named} (its post_processor) puts it after a text" if adds else "data.prompt has it")
             end = tokenizer.convert_ids_to_tokens(ids[-1])
             raise UserError(f"{source}: the prompt ends with {end}, which ends a response: {by}")
-        other = seen.setdefault(ids, prompt)
-        if _plain("".join(other.asked)) != _plain("".join(prompt.asked)):
-            raise UserError(
-                f"{source}: its prompt is that of {other.problem.source}, though its question is another one; "
-                f"{template or 'data.prompt'} or {named} loses the difference"
-            )
 
 
 def check_rows(

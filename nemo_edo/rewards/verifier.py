@@ -25,7 +25,7 @@ from nemo_edo.data.answers import (
     stated_number,
 )
 from nemo_edo.data.benchmarks import MATH, NUMBER, TEXT
-from nemo_edo.data.problems import BadRow, LoadedProblems, without_bad_rows
+from nemo_edo.data.problems import LoadedProblems, without_bad_rows
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
 from nemo_edo.utils import worker_pool
 from nemo_edo.utils.worker_pool import Limits, TaskFailure, WorkerPool
@@ -153,7 +153,7 @@ class MathVerifier:
         ))  # fmt: skip
         readable = dict(zip(asked, self._run("parses", [(answer,) for answer in asked]), strict=True))
         good: list[Problem] = []
-        bad: list[BadRow] = []
+        bad: list[str] = []
         for problem in problems:
             if problem.answer_kind == TEXT:
                 reason = f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})"
@@ -164,7 +164,7 @@ class MathVerifier:
             else:
                 good.append(problem)
                 continue
-            bad.append(BadRow(problem.source, reason))
+            bad.append(f"{problem.source}: {reason}")
         return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
 
     def _run(self, function: str, arguments: Sequence[tuple]) -> list[Any]:

@@ -109,7 +109,7 @@ def made_problems(data: DataConfig, run: RunFolder) -> dict[str, list[Problem]]:
     files = {split: run.data / f"{split}.jsonl" for split in SPLITS}
     if run.is_begun and files["test"].is_file():
         kept = {split: path for split, path in files.items() if path.is_file()}
-        return {split: load_problems(path, **data.reading(split)).problems for split, path in kept.items()}
+        return {split: load_problems(path, data, split).problems for split, path in kept.items()}
     return source_problems(data.source, data.source_args, data.columns)
 
 
@@ -227,15 +227,7 @@ def load_data(
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
     begun = _begun(cfg, noted)
-    style = prompt_style(
-        cfg.data.prompt,
-        cfg.data.chat_template,
-        tokenizer,
-        system_prompt=cfg.data.system_prompt,
-        kwargs=cfg.data.chat_template_kwargs,
-        kept=cfg.data.keep_special_tokens,
-        now=begun,
-    )
+    style = prompt_style(cfg.data, tokenizer, begun)
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
     prompts = encode_prompts([*read.train, *read.test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(read.learned, tokenizer, style, limit) if read.learned else []

@@ -36,8 +36,7 @@ def read_problems(cfg: RunConfig, run: RunFolder, made: Mapping[str, list[Proble
         raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
 
     def load(split: str) -> LoadedProblems:
-        reading = cfg.data.reading("test" if split == "test" else "train")
-        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], **reading)
+        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], cfg.data, split)
 
     scored = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
     loaded, warmup_file = dict(scored), files.get("warmup", train_file)

@@ -40,7 +40,7 @@ class StoredRun:
         if path is None:
             return {}
         require_noted(f"data.{split}", Path(path), self.folder.journal().get("files", {}).get("inputs", {}))
-        return {problem.id: problem.question for problem in load_problems(path, **data.reading(split)).problems}
+        return {problem.id: problem.question for problem in load_problems(path, data, split).problems}
 
     def evaluated(self, policies: Sequence[str]) -> list[str]:
         """The given policies, or all if none are given, whose final evaluation has kept its responses. Raises

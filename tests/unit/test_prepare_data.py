@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_edo.config import DataConfig
 from nemo_edo.data.problems import load_problems, manifest_path, normal_question
 
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def test_prepared_file_has_the_problems_of_the_official_one_and_a_manifest(tools
     manifest = json.loads(capsys.readouterr().out)
     assert (manifest["rows"], manifest["answer_kinds"], manifest["benchmark"]) == (30, {"math": 30}, "aime24")
     expected, prepared = (
-        load_problems(file, on_bad_rows="error", benchmark="aime24").problems for file in (official, out))
+        load_problems(file, DataConfig(benchmark="aime24")).problems for file in (official, out))
     assert [replace(problem, source="") for problem in prepared] == [replace(p, source="") for p in expected]
     assert prepared[3].source == f"{out}:4"
 
@@ -43,20 +44,20 @@ def test_changed_file_other_benchmark_and_broken_manifest_are_errors(tools, tmp_
     out = tmp_path / "aime24.jsonl"
     run(prepare, "aime24", "test", "--input", SAMPLES / "aime24.jsonl", "--out", out)
     with pytest.raises(ValueError, match="has problems of aime24, but the config says aime25"):
-        load_problems(out, on_bad_rows="error", benchmark="aime25")
+        load_problems(out, DataConfig(benchmark="aime25"))
     out.write_text(out.read_text().replace("Find", "Seek", 1))
     with pytest.raises(ValueError, match="SHA-256 checksum .* has changed"):
-        load_problems(out, on_bad_rows="skip")
+        load_problems(out, DataConfig(on_bad_rows="skip"))
     manifest_path(out).write_text("{}")
     with pytest.raises(ValueError, match="is not a manifest"):
-        load_problems(out, on_bad_rows="skip")
+        load_problems(out, DataConfig(on_bad_rows="skip"))
 
 
 def split(tool, tmp_path: Path, pool: Path, *more: object) -> list:
     out = tmp_path / "split.jsonl"
     fixed = ["--pool", pool, "--s1k", SAMPLES / "s1k.jsonl", "--any-rows", "--questions", 20, "--out", out]
     assert run(tool, *fixed, *more) == 0
-    return load_problems(out, on_bad_rows="error", benchmark="s1k_eval").problems
+    return load_problems(out, DataConfig(benchmark="s1k_eval")).problems
 
 
 def test_evaluation_split_is_disjoint_from_s1k_and_fixed_by_its_seed_alone(tools, tmp_path):

@@ -9,15 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from nemo_edo.config import Columns, DataConfig
 from nemo_edo.config.compose import ConfigError, compose_run
-from nemo_edo.data.problems import (
-    MADE,
-    Columns,
-    ProblemFileError,
-    load_problems,
-    made_problems,
-    write_problems,
-)
+from nemo_edo.data.problems import MADE, ProblemFileError, load_problems, made_problems, write_problems
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 
@@ -46,7 +40,7 @@ def row(question: str, answer: str = "#### 1") -> dict[str, str]:
 
 def test_gsm8k_rows_load_without_annotations_and_with_canonical_answers(tmp_path):
     path = write_lines(tmp_path, ROBE, HOUSE)
-    assert load_problems(path, on_bad_rows="error").problems == [
+    assert load_problems(path, DataConfig()).problems == [
         Problem("train-1", ROBE["question"], "It takes 2/2=1 bolt of white fiber\nSo the total is 2+1=3 bolts\n#### 3",
                 "3", f"{path}:1"),
         Problem("train-2", HOUSE["question"], "So he made 200,000-130,000=$70,000\n#### 70,000", "70000", f"{path}:2")]
@@ -62,7 +56,7 @@ SEPARATORS = "one\u2028two\x85three"
     ([json.dumps(row(SEPARATORS), ensure_ascii=False)], {"train-1": SEPARATORS}),
 ], ids=["blank lines count", "byte-order mark and carriage returns", "Unicode line separators in a text"])
 def test_lines_end_at_line_feeds_alone(tmp_path, lines, questions):
-    problems = load_problems(write_lines(tmp_path, *lines), on_bad_rows="error").problems
+    problems = load_problems(write_lines(tmp_path, *lines), DataConfig()).problems
     assert {problem.id: problem.question for problem in problems} == questions
 
 
@@ -75,8 +69,6 @@ BAD_LINES = {
     '{"question": " \\n", "answer": "#### 1"}': '"question" is blank',
     '{"question": "a", "answer": "#### one"}': '"answer" does not end in one "#### number" line',
     '{"question": "a\\ud83d", "answer": "#### 1"}': '"question" holds half of a surrogate pair',
-    '{"question": "a", "answer": "#### 1", "answer": "#### 2"}': 'has the key "answer" twice; keep one of the two',
-    '{"question": "a", "answer": "#### 1", "of": [{"a": 1, "a": 1}]}': 'has the key "a" twice',
     b'{"question": "\xff"}': "is not UTF-8 (byte 15 of the line)",
 }
 
@@ -85,22 +77,21 @@ BAD_LINES = {
 def test_a_bad_row_is_named_with_its_line_and_reason_and_skip_reports_it(tmp_path, line, reason):
     path = write_lines(tmp_path, row("first"), "", line, row("last"))
     with pytest.raises(ProblemFileError) as error:
-        load_problems(path, on_bad_rows="error")
+        load_problems(path, DataConfig())
     for part in (f"{path}:3: {reason}", "bad rows: 1 of 3", "--on-bad-rows=skip"):
         assert part in str(error.value)
-    loaded = load_problems(path, on_bad_rows="skip")
+    loaded = load_problems(path, DataConfig(on_bad_rows="skip"))
     assert [problem.id for problem in loaded.problems] == ["train-1", "train-4"]
-    assert [bad.source for bad in loaded.skipped] == [f"{path}:3"]
-    assert loaded.skipped[0].reason.startswith(reason)
+    assert len(loaded.skipped) == 1 and loaded.skipped[0].startswith(f"{path}:3: {reason}")
 
 
 def test_duplicate_question_names_the_first_line_whatever_the_white_space(tmp_path):
     """A bad row's question does not count."""
     rows = row("How  many?", "bad"), row("How  many?"), row("other"), row(" How\tmany? "), row("How\nmany?")
     path = write_lines(tmp_path, *rows)
-    loaded = load_problems(path, on_bad_rows="skip")
+    loaded = load_problems(path, DataConfig(on_bad_rows="skip"))
     assert [problem.id for problem in loaded.problems] == ["train-2", "train-3"]
-    assert [f'"question" is the same as in {path}:2,' in bad.reason for bad in loaded.skipped] == [False, True, True]
+    assert [f'"question" is the same as in {path}:2,' in bad for bad in loaded.skipped] == [False, True, True]
 
 
 def test_a_folders_files_are_one_list_of_problems_whatever_their_names_without_hidden_ones_and_descriptions(tmp_path):
@@ -109,11 +100,11 @@ def test_a_folders_files_are_one_list_of_problems_whatever_their_names_without_h
         (tmp_path / name).mkdir()
         write_lines(tmp_path / name, *lines)
     (tmp_path / "dataset_infos.json").write_text('{"default": {}}')
-    loaded = load_problems(tmp_path, on_bad_rows="skip")
+    loaded = load_problems(tmp_path, DataConfig(on_bad_rows="skip"))
     assert [problem.id for problem in loaded.problems] == [f"{tmp_path.name}-1", f"{tmp_path.name}-3"]
     assert [problem.source for problem in loaded.problems] == [f"{tmp_path}/{name}/train.jsonl:1" for name in "ab"]
-    assert [bad.source for bad in loaded.skipped] == [f"{tmp_path}/a/train.jsonl:2", f"{tmp_path}/b/train.jsonl:2"]
-    assert f"the same as in {tmp_path}/a/train.jsonl:1," in loaded.skipped[1].reason
+    assert [bad.split(": ")[0] for bad in loaded.skipped] == [f"{tmp_path}/{name}/train.jsonl:2" for name in "ab"]
+    assert f"the same as in {tmp_path}/a/train.jsonl:1," in loaded.skipped[1]
 
 
 ROWS = [{"problem": "1 + 1", "gold": "2", "level": 3, "tags": {"kinds": ["sum"], "seen": None}},
@@ -136,14 +127,14 @@ def write(path: Path, rows: list[dict]) -> Path:
 @pytest.mark.parametrize("name", ["some.jsonl", "some.parquet", "some"])
 def test_files_and_saved_data_sets_give_the_same_problems_with_named_columns_and_as_gsm8ks_rows(tmp_path, name: str):
     path = write(tmp_path / name, ROWS)
-    found = load_problems(path, on_bad_rows="error", columns=NAMED).problems
+    found = load_problems(path, DataConfig(columns=NAMED)).problems
     assert [(p.id, p.question, p.answer, p.answer_kind, p.solution) for p in found] == [
         ("some-1", "1 + 1", "2", "number", ""), ("some-2", "Which?", "the second", "math", "")]  # fmt: skip
     assert [dict(p.metadata) for p in found] == [
         {"level": row["level"], "tags": row["tags"]} for row in ROWS]  # fmt: skip
     assert found[1].source == (f"{path}:2" if name.endswith("jsonl") else f"{path}:row 2")
     row = {"question": "1 + 1", "answer": "1 + 1 = <<1+1=2>>2\n#### 2", "id": 7}
-    [found] = load_problems(write(tmp_path / f"as_{name}", [row]), on_bad_rows="error").problems
+    [found] = load_problems(write(tmp_path / f"as_{name}", [row]), DataConfig()).problems
     assert (found.answer, found.solution, found.metadata) == ("2", "1 + 1 = 2\n#### 2", {"id": 7})
 
 
@@ -165,7 +156,7 @@ def test_files_and_saved_data_sets_give_the_same_problems_with_named_columns_and
 def test_an_odd_column_is_named_with_its_file_and_row(tmp_path: Path, rows, columns, message):
     path = write(tmp_path / "odd.parquet", rows)
     with pytest.raises(UserError) as refused:
-        load_problems(path, on_bad_rows="error", columns=columns)
+        load_problems(path, DataConfig(columns=columns))
     assert f"{path}:row {len(rows)}: {message.format(path=path)}" in str(refused.value)
 
 
@@ -174,33 +165,21 @@ def test_a_column_that_nobody_named_refuses_no_file_and_a_whole_number_may_be_a_
     row = {"problem": "x", "gold": 2.0, "at": when, "day": when.date(), "price": Decimal("1.50"), "raw": b"x"}
     table = pa.Table.from_pylist([row]).append_column("ns", pa.array([1], pa.timestamp("ns")))
     pq.write_table(table, tmp_path / "odd.parquet")
-    [found] = load_problems(tmp_path / "odd.parquet", on_bad_rows="error", columns=NAMED).problems
+    [found] = load_problems(tmp_path / "odd.parquet", DataConfig(columns=NAMED)).problems
     assert (found.answer, found.answer_kind) == ("2", "number")
     assert found.metadata == {"at": "2024-01-02 03:00:00.000000Z", "day": "2024-01-02", "price": "1.50", "raw": None,
                               "ns": "1970-01-01 00:00:00.000000001"}  # fmt: skip
 
 
-TWICE = '{"problem": "y", "gold": "3", "gold": "4"}'
-
-
-@pytest.mark.parametrize("name", ["odd.json", "odd.jsonl"])
-def test_a_row_with_a_key_twice_is_one_bad_row_of_a_list_as_of_lines(tmp_path: Path, name: str):
-    path, place = tmp_path / name, "row 2" if name.endswith("json") else "2"
-    rows = [json.dumps(ROWS[0]), TWICE, json.dumps(ROWS[1])]
-    path.write_text("[" + " ,\n".join(rows) + " ]\n" if name.endswith("json") else "\n".join(rows))
-    with pytest.raises(UserError) as told:
-        load_problems(path, on_bad_rows="error", columns=NAMED)
-    assert f'{path}:{place}: has the key "gold" twice; keep one of the two' in str(told.value)
-    loaded = load_problems(path, on_bad_rows="skip", columns=NAMED)
-    assert [problem.id for problem in loaded.problems] == ["odd-1", "odd-3"] and len(loaded.skipped) == 1
-
-
-@pytest.mark.parametrize("after", ["", ",", ", {", "] x", " 3]"])
-def test_a_list_that_is_cut_after_a_row_with_a_key_twice_is_not_valid_json(tmp_path: Path, after: str):
-    path = tmp_path / "cut.json"
-    path.write_text(f"[{TWICE}{after}")
-    with pytest.raises(UserError, match="cut.json: is not valid JSON"):
-        load_problems(path, on_bad_rows="skip", columns=NAMED)
+def test_a_list_is_one_problem_in_each_row_and_one_that_is_cut_is_not_valid_json(tmp_path: Path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([ROWS[0], {}, ROWS[1]]))
+    loaded = load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
+    assert [problem.id for problem in loaded.problems] == ["list-1", "list-3"]
+    assert loaded.skipped[0].startswith(f"{path}:row 2: ")
+    path.write_text(path.read_text()[:-5])
+    with pytest.raises(UserError, match="list.json: is not valid JSON"):
+        load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
 
 
 def test_a_data_set_with_splits_asks_for_one(tmp_path: Path):
@@ -208,8 +187,8 @@ def test_a_data_set_with_splits_asks_for_one(tmp_path: Path):
 
     DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
     with pytest.raises(UserError, match="has the splits train, test; name one, such as .*/both/train"):
-        load_problems(tmp_path / "both", on_bad_rows="error", columns=NAMED)
-    [first, _] = load_problems(tmp_path / "both" / "test", on_bad_rows="error", columns=NAMED).problems
+        load_problems(tmp_path / "both", DataConfig(columns=NAMED))
+    [first, _] = load_problems(tmp_path / "both" / "test", DataConfig(columns=NAMED)).problems
     assert first.id == "test-1"
 
 
@@ -237,7 +216,7 @@ def test_a_functions_problems_are_kept_and_read_back_with_their_metadata(tmp_pat
     for split, problems in made.items():
         path = tmp_path / f"{split}.jsonl"
         write_problems(path, problems, benchmark=MADE, split=split, source={}, skipped=0)
-        assert load_problems(path, on_bad_rows="error").problems == problems
+        assert load_problems(path, DataConfig()).problems == problems
 
 
 @pytest.mark.parametrize(("path", "arguments", "message"), [

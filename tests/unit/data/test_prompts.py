@@ -10,10 +10,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from nemo_edo.builtin_task.model import write_tokenizer
-from nemo_edo.config import ArithmeticConfig
+from nemo_edo.config import ArithmeticConfig, Columns, DataConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.chat import question_of
-from nemo_edo.data.problems import Columns
+from nemo_edo.data.problems import named_problem
 from nemo_edo.data.prompts import (
     PromptStyle,
     check_rows,
@@ -21,7 +21,6 @@ from nemo_edo.data.prompts import (
     encode_solutions,
     left_out_tokens,
     prompt_style,
-    render_prompt,
     warnings_of,
 )
 from nemo_edo.data.rows import Row, RowError
@@ -72,7 +71,7 @@ def problem(question="How many apples?", line=1, **more) -> Problem:
 
 
 def prompt(tokenizer, one: Problem, template="{question}", asked="auto", **settings):
-    style = prompt_style(template, asked, tokenizer, now=DAY, **settings)
+    style = prompt_style(DataConfig(prompt=template, chat_template=asked, **settings), tokenizer, DAY)
     return list(encode_prompts([one], tokenizer, style, max_prompt_tokens=None)[one.id])
 
 
@@ -117,7 +116,7 @@ def test_markup_in_a_question_and_in_a_solution_stays_text(tmp_path, template):
     names = set(known) if template == LLAMA else set(known) - {"<|user|>"}  # a token of this template alone
     assert [one for one in ids if one in {known[name] for name in names}] == [
         one for one in clean if one in {known[name] for name in names}]  # fmt: skip
-    style = prompt_style("{question}", "auto", tokenizer)
+    style = prompt_style(DataConfig(prompt="{question}"), tokenizer)
     [(_, solution)] = encode_solutions([replace(problem(), solution=MARKUP)], tokenizer, style, None)
     assert tokenizer.decode(solution) == f"{MARKUP}</s>" and solution.count(1) == 1
     assert list(solution[:-1]) == [
@@ -133,7 +132,7 @@ def test_markup_in_a_question_and_in_a_solution_stays_text(tmp_path, template):
     ("{% include 'x.jinja' %}", r"includes another file \(x.jinja\)"), ("{{ messages[3].content }}", "no element 3"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
     ("{{ 'a' * 10 ** 10 }}", "MiB"), (CHATML.replace("m.content | trim", "'hi'"), "leaves out 'How many apples"),
-    ("{{ lipsum(n=1) }}" + CHATML, "draws at random"), (CHATML + "\U00100001", "private character"),
+    ("{{ lipsum(n=1) }}" + CHATML, "draws at random"),
     (CHATML + "</s>", "ends with </s>"), ("<s><s>" + CHATML, "begins with two <s>"),
     ({"rag": CHATML, "tool_use": CHATML}, "tool_use, rag"),
 ])  # fmt: skip
@@ -157,17 +156,18 @@ def test_settings_choose_the_template_its_variables_and_the_system_message_that_
     tokenizer, one = make(tmp_path, {"default": MISTRAL, "chatml": CHATML}), problem("Hi")
     (tmp_path / "own.jinja").write_text(CHATML)
     for asked in ("chatml", str(tmp_path / "own.jinja")):
-        ids = prompt(tokenizer, one, asked=asked, system_prompt="Be brief.", kwargs={"enable_thinking": False})
+        thought = {"chat_template_kwargs": {"enable_thinking": False}}
+        ids = prompt(tokenizer, one, asked=asked, system_prompt="Be brief.", **thought)
         assert tokenizer.decode(ids) == (
             "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n<think>\n")
     chat = ({"role": "system", "content": "Rhyme."}, {"role": "user", "content": "Hi"})
     ids = prompt(tokenizer, problem(messages=chat), asked="chatml", system_prompt="Be brief.")
     assert "Rhyme." in tokenizer.decode(ids) and "brief" not in tokenizer.decode(ids)
-    for settings, message in (({"kwargs": {"enable_thinkin": False}}, "enable_thinking"), ({"asked": "x"}, "chatml"),
-                              ({"system_prompt": "x"}, "no system message"), ({"kept": ["<ans>"]}, "answer"),
-                              ({"asked": "false", "system_prompt": "x"}, "data.system_prompt is set")):  # fmt: skip
+    for settings, message in (({"asked": "chatml", "chat_template_kwargs": {"enable_thinkin": False}}, "_thinking"),
+                              ({"asked": "x"}, "chatml"), ({"system_prompt": "x"}, "no system message"),
+                              ({"keep_special_tokens": ["<ans>"]}, "answer")):  # fmt: skip
         with pytest.raises(UserError, match=message):
-            prompt(tokenizer, one, **{"asked": "chatml" if "kwargs" in settings else "auto", **settings})
+            prompt(tokenizer, one, **settings)
 
 
 def test_a_column_of_messages_is_a_chat_and_a_name_with_a_dot_a_field(tmp_path):
@@ -175,13 +175,13 @@ def test_a_column_of_messages_is_a_chat_and_a_name_with_a_dot_a_field(tmp_path):
     parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "many?", "image": None}]
     row = {"prompt": [{"role": "system", "content": "Count."}, {"role": "user", "content": parts, "name": None}],
            "reward_model": {"ground_truth": "4"}}  # fmt: skip
-    made = columns.problem(Row(1, "t:1", row), "t")
+    made = named_problem(columns, Row(1, "t:1", row), "t")
     assert (made.question, made.answer, made.metadata) == ("How many?", "4", {"reward_model": {"ground_truth": "4"}})
     assert made.messages == ({"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"})
     turns = (*made.messages, {"role": "assistant", "content": "What?"}, {"role": "user", "content": "Legs."})
     assert question_of(turns) == "user: How many?\n\nassistant: What?\n\nuser: Legs."
     with pytest.raises(RowError, match='"prompt" is messages written as a text'):
-        columns.problem(Row(1, "t:1", {**row, "prompt": json.dumps(row["prompt"])}), "t")
+        named_problem(columns, Row(1, "t:1", {**row, "prompt": json.dumps(row["prompt"])}), "t")
     with pytest.raises(UserError, match="t:1: has messages"):
         prompt(make(tmp_path), made)
 
@@ -192,7 +192,7 @@ def test_a_column_of_messages_is_a_chat_and_a_name_with_a_dot_a_field(tmp_path):
     ("nemo_skills", {"problem": "Sum?", "id": "a", "reference_solution": "x"}, "Sum?")])  # fmt: skip
 def test_rows_of_nemo_gym_and_nemo_skills_are_problems_as_they_are(data, row, question):
     settings = compose_run("grpo_gsm8k", [f"data={data}", "model.path=m", "data.train=a", "data.test=b"]).data
-    made = settings.columns.problem(Row(1, "t:1", {**row, "expected_answer": "95"}), "t")
+    made = named_problem(settings.columns, Row(1, "t:1", {**row, "expected_answer": "95"}), "t")
     assert (made.question, made.answer, settings.answer_format) == (question, "95", "boxed")
     assert bool(made.messages) == (data == "nemo_gym")
 
@@ -200,11 +200,13 @@ def test_rows_of_nemo_gym_and_nemo_skills_are_problems_as_they_are(data, row, qu
 def test_kept_special_tokens_are_words_and_others_that_an_answer_needs_are_warned_of(tmp_path):
     tokenizer = make(tmp_path, CHATML)
     answer = [*tokenizer.convert_tokens_to_ids(["<answer>", "1", "</answer>", "<|im_end|>"])]
-    style = prompt_style("{question}", "auto", tokenizer)
+    style = prompt_style(DataConfig(prompt="{question}"), tokenizer)
     [said] = warnings_of({}, tokenizer, style, "<answer>(.*)</answer>", {3})
     assert "data.keep_special_tokens=['<answer>','</answer>']" in said
     assert left_out_tokens(tokenizer, style) is None
-    style = prompt_style("{question} <answer>", "auto", tokenizer, kept=["<answer>", "</answer>"])
+    style = prompt_style(
+        DataConfig(prompt="{question} <answer>", keep_special_tokens=["<answer>", "</answer>"]), tokenizer
+    )
     left_out = left_out_tokens(tokenizer, style)
     assert warnings_of({}, tokenizer, style, "<answer>", {3}) == []
     assert Decoder(tokenizer, frozenset({3}), left_out)([2, *answer]) == "<answer>1</answer>"
@@ -236,8 +238,10 @@ def tokenizer(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), ArithmeticConfig())
 
 
-def test_prompts_are_the_encoded_template_by_id_in_which_other_braces_stay(tokenizer):
-    assert render_prompt("{a} {question} {}{{", "x {question} {y}") == "{a} x {question} {y} {}{{"
+def test_prompts_are_the_encoded_template_by_id_in_which_other_braces_stay(tokenizer, tmp_path):
+    other = make(tmp_path)
+    ids = prompt(other, problem("x {question} {y}"), "{a} {question} {}{{")
+    assert other.decode(ids) == "{a} x {question} {y} {}{{"
     prompts = encode_prompts([SHORT, LONG], tokenizer, TEMPLATE, max_prompt_tokens=6)
     assert {name: tokenizer.decode(ids) for name, ids in prompts.items()} == {
         "train-1": "1 + 2\n", "train-2": "1 + 2 + 3\n"}
@@ -287,8 +291,10 @@ def test_unknown_text_names_its_row_and_a_tokenizer_without_an_end_token_is_an_e
 
 def test_chat_template_is_used_where_there_is_one_asked_for_or_never(leading, tokenizer):
     leading.chat_template = template = "<eos>{% for m in messages %}{{ m['content'] }} + {% endfor %}"
-    found = [prompt_style(TEMPLATE.template, asked, leading).chat for asked in ("auto", "true", "false")]
+    found = [prompt_style(DataConfig(chat_template=asked), leading).chat for asked in ("auto", "true", "false")]
     assert [chat and chat.text for chat in found] == [template, template, None]
-    assert [prompt_style(TEMPLATE.template, asked, tokenizer).chat for asked in ("auto", "false")] == [None, None]
+    assert not any(prompt_style(DataConfig(chat_template=asked), tokenizer).chat for asked in ("auto", "false"))
+    with pytest.raises(UserError, match="data.system_prompt is set"):
+        prompt_style(DataConfig(system_prompt="x"), tokenizer)
     with pytest.raises(ValueError, match="data.chat_template is true, but the tokenizer .* has no chat template"):
-        prompt_style(TEMPLATE.template, "true", tokenizer)
+        prompt_style(DataConfig(chat_template="true"), tokenizer)

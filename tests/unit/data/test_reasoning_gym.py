@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 from helpers.responses import scored
 
+from nemo_edo.config import Columns
 from nemo_edo.data.answers import answer_format
-from nemo_edo.data.problems import Columns, made_problems
+from nemo_edo.data.problems import made_problems
 from nemo_edo.data.rows import plain_values
 from nemo_edo.types import Problem
 

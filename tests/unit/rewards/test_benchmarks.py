@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from helpers.responses import scored
 
+from nemo_edo.config import DataConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.data.problems import LoadedProblems, load_problems, write_problems
-from nemo_edo.data.prompts import render_prompt
 from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer
 
 ROOT = Path(__file__).parents[3]
@@ -26,8 +26,8 @@ def settings(name: str):
     return compose_run("grpo_gsm8k", [f"data={choice}", *needed]).data
 
 
-def load(path: Path, name: str, on_bad_rows: str = "error", check_rows: bool = False, **changes):
-    return load_problems(path, on_bad_rows=on_bad_rows, benchmark=name, check_rows=check_rows, **changes)
+def load(path: Path, name: str, split: str = "train", **changes):
+    return load_problems(path, DataConfig(benchmark=name, **changes), split)
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
@@ -37,7 +37,7 @@ def test_sample_loads_prompts_and_verifies(verifier, name):
     assert config.answer_format == benchmark.answers
     problems = [one for one in load(FILES[name], name, split="test").problems if one.answer_kind != "text"]
     assert len(problems) >= 20 and verifier.verifiable(FILES[name], LoadedProblems(problems, []), "error")
-    assert all(problem.question in render_prompt(config.prompt, problem.question) for problem in problems)
+    assert all(problem.question in config.prompt.replace("{question}", problem.question) for problem in problems)
     answers = answer_format(config.answer_format, config.answer_pattern)
     scorer = ExactAnswerScorer(answers) if name == "gsm8k" else MathScorer(answers, verifier)
     for wrong, reward in ((None, 1.0), ("-987654321", 0.0)):

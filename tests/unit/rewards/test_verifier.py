@@ -120,8 +120,8 @@ def test_unverifiable_gold_answers_are_named_with_file_and_line(verifier):
         verifier.verifiable(Path("p.jsonl"), loaded, "error")
     kept = verifier.verifiable(Path("p.jsonl"), loaded, "skip")
     assert [p.id for p in kept.problems] == ["p-1", "p-3", "p-5"]
-    assert [row.source for row in kept.skipped] == ["p.jsonl:2", "p.jsonl:4"]
-    assert "cannot be parsed" in kept.skipped[0].reason and "prose" in kept.skipped[1].reason
+    assert [row.partition(": ")[0] for row in kept.skipped] == ["p.jsonl:2", "p.jsonl:4"]
+    assert "cannot be parsed" in kept.skipped[0] and "prose" in kept.skipped[1]
 
 
 def test_scores_keep_the_order_and_each_rollout_meets_its_own_problem():

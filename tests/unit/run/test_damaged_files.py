@@ -16,6 +16,7 @@ from helpers.run_folder import write_run_folder
 from helpers.stored_run import write_stored_run
 from helpers.tiny_models import random_batch, write_tiny_model
 
+from nemo_edo.config import DataConfig
 from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.data.batching import read_batch, write_batch
 from nemo_edo.data.model_folder import check_files
@@ -124,7 +125,7 @@ def ask_cache(folder: Path) -> list[bool | None]:
 
 
 def problems(name: str) -> Callable[[Path], object]:
-    return lambda folder: load_problems(folder / name, on_bad_rows="error")
+    return lambda folder: load_problems(folder / name, DataConfig())
 
 
 def model(folder: Path) -> None:
