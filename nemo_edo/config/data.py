@@ -65,8 +65,7 @@ class DataConfig(Section):
 
     warmup: Optional[str] = None  # Solutions for the supervised warm-up; null: ``train``.
     train: Optional[str] = None
-    """Problems that the policy samples responses to: an official file or folder of ``benchmark``, or what
-    tools/prepare_data wrote."""
+    """What the policy samples responses to: official files of ``benchmark``, or what tools/prepare_data wrote."""
     test: Optional[str] = None  # Problems that policies are evaluated on; its file name must differ from ``train``'s.
     benchmark: Optional[Benchmark] = None
     """The benchmark of ``warmup`` and ``train``; null: GSM8K's JSONL format with any number of rows."""

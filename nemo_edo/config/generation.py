@@ -76,8 +76,7 @@ class RefitConfig(Section):
     """With nccl: the libnccl.so.2 that trainer and servers load, as NCCL refuses ranks of different versions. null:
     that of the servers' environment (servers.python)."""
     bucket_mib: PositiveInt = 1024
-    """With nccl: a bucket of weights, which ends with the weight that exceeds it. The trainer's first rank has one, and
-    each worker of a server two."""
+    """With nccl: a bucket of weights, ending with the one that exceeds it. Rank 0 has one, a server's worker two."""
     lora: Annotated[str, one_of("merged", "adapter")] = "merged"
     """With lora.rank above 0. merged: the whole model with its adapters merged, each time; adapter: only the adapters,
     after the base weights were sent once."""

@@ -72,8 +72,7 @@ class GRPOLossConfig(ExplorationConfig):
     """For negative advantages the surrogate is at least dual_clip * A (a number above 1)."""
     beta: NonNegative = 0.04  # Weight of the KL to the reference policy.
     kl_estimator: Annotated[str, one_of(*KL_ESTIMATORS)] = "k3"
-    """k1, k2 or k3: how the KL to the reference is estimated from sampled tokens; k1+ and k3+: with the gradient of k2
-    (``losses.kl_per_token``)."""
+    """k1, k2, k3: estimators of the KL from sampled tokens; k1+, k3+: with k2's gradient (``losses.kl_per_token``)."""
     kl_importance: Annotated[str, one_of("none", "on-policy", "ratio")] = "none"
     """What multiplies the KL's estimate, with its gradient, to descend the KL of the policy that samples: none;
     ratio, pi_theta / pi_old of the token (DeepSeek-V3.2, TRL's default, slime); on-policy, a 1 with the gradient of log

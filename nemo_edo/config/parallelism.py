@@ -57,8 +57,7 @@ class PrecisionConfig(Section):
 
 @dataclass
 class ParallelismConfig(Section):
-    """Megatron's splits, and what else decides how much of a model is on a process. The data-parallel size is what
-    remains of the world."""
+    """Megatron's splits, and what else decides how much of a model a process has. What remains is data-parallel."""
 
     tensor_model_parallel_size: Optional[PositiveInt] = 1
     """Processes that share each layer. null: as few as the model fits on by the doctor's estimate, usually one, with

@@ -185,8 +185,7 @@ class IDPOConfig(LoopConfig, DPOLossConfig):
 
     pairs_per_prompt: PositiveInt = 4  # S: most pairs for a prompt, each of a response with reward 1 and one with 0.
     exploration_samples: str = "all"
-    """The responses that the exploration term runs over: all that were sampled for a prompt, those in pairs only
-    (paired), or a number of them."""
+    """What the exploration term runs over: all responses to a prompt, those in pairs (paired), or a number of them."""
     minibatch_size: PositiveInt = 64  # Prompts of an optimizer step, over all ranks: all their pairs and samples.
 
     def rules(self) -> Rules:
