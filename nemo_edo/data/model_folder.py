@@ -86,8 +86,7 @@ def read_fields(folder: Path) -> dict[str, Any]:
 
 
 def check_context(folder: Path, fields: dict[str, Any], seq_length: int, *, given: bool) -> None:
-    """Raises UserError where sequences would exceed the model's positions. given: ``seq_length`` is a setting, and not
-    what the problems need."""
+    """Raises UserError where sequences would exceed the model's positions. given: whether the length is a setting."""
     context = fields.get("max_position_embeddings")
     if context is None or context >= seq_length:
         return
@@ -215,8 +214,7 @@ def _both_versions(source: Mapping[str, Any], config: Any) -> dict[str, Any]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Gives what is in the folder the modes that new files and folders get: safetensors lets nobody but the owner read,
-    and a copied folder has its source's."""
+    """Gives what is in a folder new files' modes: safetensors lets only the owner read, copies have the source's."""
     mask = os.umask(0)
     os.umask(mask)
     for path in folder.rglob("*"):

@@ -231,11 +231,6 @@ def take_rows(batch: TrainingBatch, rows: Sequence[int], length: int) -> Trainin
     return batch.rows(torch.tensor(rows, device=batch.tokens.device)).cut(length)
 
 
-def row_lengths(rows: list[int], lengths: list[int], unit: int) -> list[int]:
-    """Tokens of a micro-batch's rows; one of padding only has ``unit`` of the shortest ones."""
-    return [lengths[row] for row in rows] or [2] * unit
-
-
 def joined(shares: Sequence[Share], values: Sequence[Tensor], shape: torch.Size) -> Tensor:
     """[2, B, T] of a global batch from its shares' ``share_values``. shape: [B, T]."""
     whole = torch.zeros(2, *shape)

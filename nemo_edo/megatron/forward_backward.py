@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from nemo_edo.data.shares import Prompts, Share, row_lengths, take_rows
+from nemo_edo.data.shares import Prompts, Share, take_rows
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
@@ -174,7 +174,8 @@ def _inputs(share: Share, vocab_size: int) -> list[ModelInputs]:
         raise ValueError(f"token ids are {least} to {most}, expected 0 to {vocab_size - 1}")
     inputs = []
     for rows, shape in zip(share.micro_batches, share.shapes, strict=True):
-        lengths = row_lengths(rows, share.lengths, share.rows.unit)
+        # A micro-batch of padding only has a unit of the shortest rows.
+        lengths = [share.lengths[row] for row in rows] or [2] * share.rows.unit
         micro = take_rows(share.rows, rows, max(lengths))
         if share.prompts is not None:
             prompts = share.prompts.take(rows) if rows else Prompts.none(share.rows.unit)
