@@ -105,14 +105,6 @@ class Markup:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    problem: Problem
-    asked: tuple[str, ...]  # what the user and the system say in it
-    text: str
-    ids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class PromptStyle:
     template: str  # the text around {question}
     chat: ChatTemplate | None = None
@@ -183,39 +175,42 @@ def encode_prompts(
     template writes all special tokens, and nothing is added to them. Special tokens in a problem stay text.
     ``max_prompt_tokens`` is what the response leaves of the context; None: there is no limit. ends: further tokens that
     end a response. Raises UserError if a prompt is longer, has text that the tokenizer does not know, or is not what
-    the model should be asked (``check_prompts``)."""
+    the model should be asked (``_check_prompt``)."""
     prompts = _encode_prompts(problems, tokenizer, style, ends)
-    lengths = [len(prompt.ids) for prompt in prompts]
     limit = (max_prompt_tokens, "that sampling.max_new_tokens leaves of model.seq_length")
-    _require_fit(problems, lengths, "prompt", *limit, "raise model.seq_length, lower sampling.max_new_tokens")
-    return {prompt.problem.id: prompt.ids for prompt in prompts}
+    remedy = "raise model.seq_length, lower sampling.max_new_tokens"
+    _require_fit(problems, list(map(len, prompts)), "prompt", *limit, remedy)
+    return {problem.id: ids for problem, ids in zip(problems, prompts, strict=True)}
 
 
 def _encode_prompts(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, ends: Collection[int]
-) -> list[Prompt]:
-    chat, prompts = style.chat, []
+) -> list[TokenIds]:
+    if not problems:
+        return []
+    chat = style.chat
     if chat is None:
-        markup = Markup(tokenizer, style.kept)
-        for problem in problems:
-            if problem.messages:
-                raise UserError(
-                    f"{problem.source}: has messages, and without a chat template a prompt is one text; set "
-                    "data.chat_template to a file, or model.path to a model that was trained to chat"
-                )
-            text = style.template.replace("{question}", markup.text(problem.question))  # other braces stay as they are
-            ids = _encode(text, tokenizer, markup, problem, special=True)
-            prompts.append(Prompt(problem, (problem.question,), markup.plain(text), ids))
-    elif problems:
+        if told := next((problem for problem in problems if problem.messages), None):
+            raise UserError(
+                f"{told.source}: has messages, and without a chat template a prompt is one text; set "
+                "data.chat_template to a file, or model.path to a model that was trained to chat"
+            )
+        markup, asked = Markup(tokenizer, style.kept), [(problem.question,) for problem in problems]
+        # Other braces stay as they are.
+        texts = [style.template.replace("{question}", markup.text(problem.question)) for problem in problems]
+    else:
         chats = [chat.messages(_messages(problem, style.template)) for problem in problems]
         markup = Markup(tokenizer, style.kept, require_begun(chat, chats[0], problems[0].source))
-        marked = [[{**message, "content": markup.text(message["content"])} for message in one] for one in chats]
-        for problem, messages, text in zip(problems, chats, chat.render(marked), strict=True):
-            if isinstance(text, TaskFailure):
-                raise UserError(f"{problem.source}: {chat.name} {why(text)}; {REMEDY}")
-            own = tuple(message["content"] for message in messages if message["role"] in ("system", "user"))
-            prompts.append(Prompt(problem, own, markup.plain(text), _encode(text, tokenizer, markup, problem)))
-    check_prompts(prompts, tokenizer, chat.name if chat else None, {tokenizer.eos_token_id, *ends})
+        asked = [tuple(one["content"] for one in messages if one["role"] in ("system", "user")) for messages in chats]
+        texts = chat.render([[{**one, "content": markup.text(one["content"])} for one in each] for each in chats])
+    prompts = []
+    for place, (problem, said, text) in enumerate(zip(problems, asked, texts, strict=True)):
+        if isinstance(text, TaskFailure):
+            raise UserError(f"{problem.source}: {chat.name} {why(text)}; {REMEDY}")
+        ids = _encode(text, tokenizer, markup, problem, special=chat is None)
+        read = [markup.plain(text), *([tokenizer.decode(ids)] if place < _DECODED else [])]
+        _check_prompt(ids, said, read, problem.source, tokenizer, chat and chat.name, {tokenizer.eos_token_id, *ends})
+        prompts.append(ids)
     return prompts
 
 
@@ -228,9 +223,9 @@ def encode_solutions(
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no end-of-sequence token, expected eos_token in its tokenizer_config.json")
     markup, pairs = Markup(tokenizer, style.kept), []
-    for prompt in _encode_prompts(problems, tokenizer, style, ()):
-        solution = _encode(markup.text(prompt.problem.solution), tokenizer, markup, prompt.problem)
-        pairs.append((prompt.ids, (*solution, tokenizer.eos_token_id)))
+    for problem, ids in zip(problems, _encode_prompts(problems, tokenizer, style, ()), strict=True):
+        solution = _encode(markup.text(problem.solution), tokenizer, markup, problem)
+        pairs.append((ids, (*solution, tokenizer.eos_token_id)))
     lengths = [len(prompt) + len(solution) for prompt, solution in pairs]
     limit = (seq_length, "of model.seq_length")
     _require_fit(problems, lengths, "prompt with its solution", *limit, "raise model.seq_length")
@@ -284,8 +279,7 @@ def _require_fit(
 
 
 def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) -> str:
-    """What the template visibly writes around such messages. Raises UserError where a prompt does not begin the model's
-    turn."""
+    """What the template visibly writes around such messages. Raises UserError where it does not begin the reply."""
     empty = [{**message, "content": _CONTENT} for message in messages]
     answered = [*empty, {"role": "assistant", "content": _REPLY}]
     prompt, closed, reply, asked_again = chat.render(
@@ -305,30 +299,30 @@ def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) 
     return next((text for text in (asked_again, closed) if isinstance(text, str)), "")
 
 
-def check_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: str | None, ends: Collection[int | None]
-) -> None:
+def _check_prompt(
+    ids: TokenIds, asked: Sequence[str], read: Sequence[str], source: str, tokenizer: PreTrainedTokenizerBase,
+    template: str | None, ends: Collection[int | None],
+) -> None:  # fmt: skip
     """Raises UserError for a prompt that is empty, lacks its question, begins with two begin tokens, or ends with an
-    end token. template: the chat template's name, if prompts have one."""
+    end token. asked: what the user and the system say in it. read: its text, and that of its tokens or nothing.
+    template: the chat template's name, if prompts have one."""
     named, begin = f"the tokenizer {tokenizer.name_or_path!r}", tokenizer.bos_token_id
-    for place, prompt in enumerate(prompts):
-        ids, source = prompt.ids, prompt.problem.source
-        if not ids:
-            raise UserError(f"{source}: the prompt has no tokens; {template or named} leaves nothing of it")
-        if lost := _lost(prompt.asked, prompt.text):
-            raise UserError(f"{source}: {template or 'data.prompt'} leaves out {lost[:80]!r}; {REMEDY}")
-        if place < _DECODED and (lost := _lost(prompt.asked, tokenizer.decode(ids))):
-            raise UserError(f"{source}: {named} changes {lost[:80]!r}, which its tokens do not say")
-        if ids[:2] == (begin, begin):
-            raise UserError(
-                f"{source}: the prompt begins with two {tokenizer.bos_token}: "
-                + (f"{template} writes both" if template else f"{named} puts one before data.prompt; remove it there")
-            )
-        if ids[-1] in ends:
-            adds = template is None and tokenizer.encode("x")[-1] == ids[-1]
-            by = template or (f"{named} (its post_processor) puts it after a text" if adds else "data.prompt has it")
-            end = tokenizer.convert_ids_to_tokens(ids[-1])
-            raise UserError(f"{source}: the prompt ends with {end}, which ends a response: {by}")
+    if not ids:
+        raise UserError(f"{source}: the prompt has no tokens; {template or named} leaves nothing of it")
+    if lost := _lost(asked, read[0]):
+        raise UserError(f"{source}: {template or 'data.prompt'} leaves out {lost[:80]!r}; {REMEDY}")
+    if read[1:] and (lost := _lost(asked, read[1])):
+        raise UserError(f"{source}: {named} changes {lost[:80]!r}, which its tokens do not say")
+    if ids[:2] == (begin, begin):
+        raise UserError(
+            f"{source}: the prompt begins with two {tokenizer.bos_token}: "
+            + (f"{template} writes both" if template else f"{named} puts one before data.prompt; remove it there")
+        )
+    if ids[-1] in ends:
+        adds = template is None and tokenizer.encode("x")[-1] == ids[-1]
+        by = template or (f"{named} (its post_processor) puts it after a text" if adds else "data.prompt has it")
+        end = tokenizer.convert_ids_to_tokens(ids[-1])
+        raise UserError(f"{source}: the prompt ends with {end}, which ends a response: {by}")
 
 
 def check_rows(
