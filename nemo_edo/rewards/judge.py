@@ -197,8 +197,7 @@ class Judge:
             place: one for place, one in enumerate(responses)
             if one.answer is not None and len(one.answer) <= LONGEST_ANSWER
         }  # fmt: skip
-        listed, stopped = self._outcomes(list(asked.values()))
-        outcomes: dict[int, bool | str] = dict(zip(asked, listed, strict=True))
+        outcomes, stopped = self._outcomes(asked)
         rules: dict[int, str] = {}  # where the judge has a verdict and the rules could verify the answer
         if self._rules is not None:
             pairs = {
@@ -211,33 +210,26 @@ class Judge:
                     self.report.agreement[outcomes[place], verified.correct] += 1
         scored = []
         for place, response in enumerate(responses):
-            if response.answer is None:
-                scored.append(response.scored(0.0, None, response.why_no_answer))
-                continue
-            if place not in asked:
-                scored.append(response.scored(0.0, f"{response.answer[:LONGEST_ANSWER]}...", TOO_LONG))
-                continue
-            outcome, agrees = outcomes[place], rules.get(place, "")
-            form = canonical_number(response.answer) or clean_answer(response.answer)
-            if outcome is True:
-                scored.append(response.scored(1.0, form, CORRECT + agrees))
-            elif outcome is False:
-                reason = f"final answer {form}, expected {response.problem.answer}, by the judge{agrees}"
-                scored.append(response.scored(0.0, form, reason))
+            form, outcome, agrees = response.answer, outcomes.get(place), rules.get(place, "")
+            if form is None:
+                reason = response.why_no_answer
+            elif outcome is None:
+                form, reason = f"{form[:LONGEST_ANSWER]}...", TOO_LONG
             else:
-                scored.append(response.scored(0.0, form, ABSTAINED + outcome))
+                form = canonical_number(form) or clean_answer(form)
+                said = f"final answer {form}, expected {response.problem.answer}, by the judge"
+                reason = ABSTAINED + outcome if isinstance(outcome, str) else (CORRECT if outcome else said) + agrees
+            scored.append(response.scored(float(outcome is True), form, reason))
         if stopped is not None:
             raise PartlyGenerated(stopped, [one for one in scored if one.has_verdict])
         return scored
 
-    def _outcomes(self, responses: Sequence[Response]) -> tuple[list[bool | str], str | None]:
+    def _outcomes(self, responses: Mapping[int, Response]) -> tuple[dict[int, bool | str], str | None]:
         """The verdict on each response, or why the judge abstained; and why the run gave up on the judge, if it did."""
         settings, report = self.settings, self.report
-        bodies = [request_body(settings, one.problem, one.answer, one.rollout.text) for one in responses]
+        bodies = [request_body(settings, one.problem, one.answer, one.rollout.text) for one in responses.values()]
         keys = [request_key(body) for body in bodies]
-        found: dict[str, bool | str] = {
-            key: known for key in set(keys) if (known := self._cache.get(key)) is not None
-        }  # fmt: skip
+        found: dict[str, bool | str] = {key: yes for key in set(keys) if (yes := self._cache.get(key)) is not None}
         report.cached += len(found)
         missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in found}
         most_abstained, stopped = settings.max_abstained * len(responses), None
@@ -254,7 +246,7 @@ class Judge:
             )
         report.abstained += reasons
         report.judged += sum(isinstance(found.get(key), bool) for key in keys)
-        return [found.get(key, "it was not asked") for key in keys], stopped
+        return {place: found.get(key, "it was not asked") for place, key in zip(responses, keys, strict=True)}, stopped
 
     def _ask(
         self,
@@ -293,8 +285,8 @@ class Judge:
                 reply = await retry(self._attempt, session, body)
             except Fault as fault:
                 return f"{fault} (after {settings.attempts} attempts)"
-            except _Refused as refusal:
-                return str(refusal)
+            if isinstance(reply, str):
+                return reply
             report.replies += 1
             report.prompt_tokens += reply.prompt_tokens
             report.completion_tokens += reply.completion_tokens
@@ -304,9 +296,9 @@ class Judge:
             report.without_verdict = report.without_verdict or reply.text[-SHOWN:]
         return NO_VERDICT
 
-    async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Reply:
-        """Raises Fault where another attempt may succeed, _Refused where this request cannot, ServerError where no
-        request can, as where another model answers."""
+    async def _attempt(self, session: aiohttp.ClientSession, body: Mapping[str, Any]) -> Reply | str:
+        """The reply, or why this request will have none. Raises Fault where another attempt may succeed, ServerError
+        where no request can, as where another model answers."""
         settings, now = self.settings, asyncio.get_running_loop().time
         while (left := self._not_before - now()) > 0:
             await asyncio.sleep(left)
@@ -315,14 +307,14 @@ class Judge:
             answer = await exchange(session, "POST", self._url, self._key, server=server, limit_s=limit_s, body=body)
         except Fault as fault:
             if fault.retry_after_s > settings.retry_after_limit_s:
-                raise _Refused(
+                return (
                     f"{fault}; it asks for no request for {fault.retry_after_s:g} s (rewards.judge.retry_after_limit_s)"
-                ) from None
+                )
             self._not_before = max(self._not_before, now() + fault.retry_after_s)  # of all requests
             raise
         except ServerError as error:
             if error.status in REFUSES_ONE_REQUEST:
-                raise _Refused(f"it refused the request: {error}") from None
+                return f"it refused the request: {error}"
             raise
         model, expected = answer.get("model") if isinstance(answer, dict) else None, settings.answers_as
         is_version = expected is None and isinstance(model, str) and model.startswith(f"{settings.model}-")
@@ -340,7 +332,3 @@ class Judge:
             raise Fault(f"no chat completion: {type(error).__name__}: {error}") from error
         read = read_json_verdict if settings.structured_output == "json_schema" else read_verdict
         return Reply(read(text, choice.get("finish_reason") in WHOLE), text, *tokens)
-
-
-class _Refused(Exception):
-    """This request ends without a verdict; others may have one."""
