@@ -130,12 +130,7 @@ class OwnFormat:
     def encode(self, path: StepPath) -> list[Encoded]:
         lengths, ids = [], list(self._first)
         for text in (path.question, *path.steps):
-            piece = self._markup.encode(self._markup.text(f"{text}\n"))
-            if not piece:
-                raise UserError(
-                    f"{self._tokenizer.name_or_path}: its tokenizer gives no tokens for {text!r} and a line break"
-                )
-            ids += piece
+            ids += self._markup.encode(self._markup.text(f"{text}\n"))
             lengths.append(len(ids))
         lengths = lengths[1:] or lengths
         if self._settings.kind == DECODER:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
@@ -34,6 +34,8 @@ from nemo_edo.test_time.search_llm import StepPath, StepScore
 from nemo_edo.types import Rollout
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from nemo_edo.reward_models.vllm_pooling import ServedRewardModel
 
 _HASHED_BYTES = 1 << 20  # bytes at each end of a weights file that identify a model
@@ -57,49 +59,49 @@ class ProcessRewardModel:
         self.max_length = about.max_length
         on_gpu = torch.cuda.is_available()
         try:
-            self._device = torch.device(("cuda" if on_gpu else "cpu") if device == "auto" else device)
-            torch.empty(0, device=self._device)
+            place = torch.device(("cuda" if on_gpu else "cpu") if device == "auto" else device)
+            torch.empty(0, device=place)
         except (RuntimeError, AssertionError) as error:  # an unknown name, or CUDA without a GPU
             raise UserError(f"device is {device!r}, which this machine does not have ({error})") from error
         if dtype == "auto":
-            dtype = "bfloat16" if self._device.type == "cuda" else "float32"
-        self._network = load_network(about, getattr(torch, dtype)).to(self._device)
-        self._batch_tokens = batch_tokens
-        self._pad_id = about.config.get("pad_token_id") or 0  # any id works: padding is masked
+            dtype = "bfloat16" if place.type == "cuda" else "float32"
+        self._network = load_network(about, getattr(torch, dtype)).to(place)
+        self._tokens = batch_tokens
 
     def score_encoded(self, encoded: Sequence[Sequence[Encoded]]) -> list[tuple[float, ...]]:
         """The scores, in [0, 1], of each path's steps, in order."""
-        found = self._compute(encoded, embeddings=False)
-        return [tuple(torch.sigmoid(margins_).tolist()) for margins_, _ in found]
+        parts = {part for parts in encoded for part in parts}
+        scores = {part: torch.sigmoid(odds).tolist() for part, odds, _ in computed(self._network, parts, self._tokens)}
+        return [tuple(score for part in parts for score in scores[part]) for parts in encoded]
 
     def score(self, paths: Sequence[StepPath]) -> list[StepScore]:
         """For each path, its last step's score and embedding: the input of the model's head there. For a path without
         steps, those at the end of the question. Raises UserError for a path that is longer than the model's context."""
-        encoded = [self.format.encode(path)[-1:] for path in paths]
-        encoded = [[Encoded(part.ids, part.ends[-1:]) for part in parts] for parts in encoded]
-        require_fitting(encoded, self.max_length, "paths of the search")
-        found = self._compute(encoded, embeddings=True)
-        return [StepScore(float(torch.sigmoid(margins_[-1])), embeddings[-1].cpu()) for margins_, embeddings in found]
+        lasts = [self.format.encode(path)[-1] for path in paths]
+        lasts = [Encoded(part.ids, part.ends[-1:]) for part in lasts]
+        require_fitting([[part] for part in lasts], self.max_length, "paths of the search")
+        found = {
+            part: StepScore(float(torch.sigmoid(odds)), embedding[0].cpu())
+            for part, odds, embedding in computed(self._network, set(lasts), self._tokens)
+        }
+        return [found[part] for part in lasts]
 
-    @torch.inference_mode()
-    def _compute(self, encoded: Sequence[Sequence[Encoded]], *, embeddings: bool) -> list[tuple[Tensor, Tensor]]:
-        """(margins [steps] float64, embeddings [steps, D], or [steps, 0] without ``embeddings``) for each path."""
-        from nemo_edo.reward_models.heads import features, margins
 
-        found: dict[Encoded, tuple[Tensor, Tensor]] = {}
-        for batch in batches(list({part for parts in encoded for part in parts}), self._batch_tokens):
-            ids, mask = padded([part.ids for part in batch], self._pad_id)
-            rows = torch.tensor([row for row, part in enumerate(batch) for _ in part.ends])
-            ends = torch.tensor([end for part in batch for end in part.ends])
-            seen = features(self._network, *(tensor.to(self._device) for tensor in (ids, mask, rows, ends)))
-            scores = margins(self._network, seen).double().cpu()
-            lengths = [len(part.ends) for part in batch]
-            kept = seen if embeddings else seen[:, :0]
-            found |= zip(batch, zip(scores.split(lengths), kept.split(lengths), strict=True), strict=True)
-        return [
-            (torch.cat([found[part][0] for part in parts]), torch.cat([found[part][1] for part in parts]))
-            for parts in encoded
-        ]
+@torch.no_grad()
+def computed(
+    network: PreTrainedModel, parts: Iterable[Encoded], batch_tokens: int
+) -> Iterator[tuple[Encoded, Tensor, Tensor]]:
+    """Each sequence with its margins [steps] float64 and its embeddings [steps, D], as ``_batches`` puts them."""
+    from nemo_edo.reward_models.heads import features, margins
+
+    for batch in _batches(parts, batch_tokens):
+        ids, mask = padded([part.ids for part in batch], network.config.pad_token_id or 0)  # any id: padding is masked
+        rows = torch.tensor([row for row, part in enumerate(batch) for _ in part.ends])
+        ends = torch.tensor([end for part in batch for end in part.ends])
+        seen = features(network, *(tensor.to(network.device) for tensor in (ids, mask, rows, ends)))
+        lengths = [len(part.ends) for part in batch]
+        odds = margins(network, seen).double().cpu()
+        yield from zip(batch, odds.split(lengths), seen.split(lengths), strict=True)
 
 
 def encode_responses(
@@ -135,7 +137,7 @@ def require_fitting(encoded: Sequence[Sequence[Encoded]], limit: int | None, wha
         )
 
 
-def batches(parts: Sequence[Encoded], batch_tokens: int) -> Iterator[list[Encoded]]:
+def _batches(parts: Iterable[Encoded], batch_tokens: int) -> Iterator[list[Encoded]]:
     """The sequences, longest first, in batches of at most ``batch_tokens`` with padding; a longer one is a batch."""
     batch: list[Encoded] = []
     for part in sorted(parts, key=lambda part: (-len(part.ids), part.ids, part.ends)):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,24 +27,16 @@ FirstWrong = Callable[[str, Path], int | None]  # the first wrong step of (quest
 
 @dataclass(frozen=True)
 class StepGroup:
-    problem_id: str
-    question: str
-    positive: Path
-    negatives: tuple[Path, ...]  # at least one; first those that differ from the positive in the last step only
-
-
-@dataclass(frozen=True)
-class EncodedGroup:
-    """A StepGroup as token ids: its right path, then its wrong ones."""
+    """A right path of a question and wrong ones, as texts or as token ids."""
 
     problem_id: str
-    paths: tuple[tuple[int, ...], ...]
-    shared: tuple[bool, ...]  # for each wrong path, whether it shares the right one's prefix
+    paths: tuple[tuple, ...]  # the right one, then at least one wrong one: first those that share its prefix
+    shared: tuple[bool, ...]  # for each wrong path, whether it differs from the right one in the last step only
 
 
 @dataclass(frozen=True)
 class StepData:
-    groups: dict[str, list[EncodedGroup]]  # for train, validation and test; no question is in two of them
+    groups: dict[str, list[StepGroup]]  # of token ids, for train, validation and test; no question is in two of them
     too_long: int  # groups that are dropped because a path is longer than ``data.max_tokens``
 
     def counts(self) -> dict[str, dict[str, int]]:
@@ -85,18 +77,18 @@ def build_step_data(run: StoredRun, data: RewardDataConfig, form: OwnFormat, see
         if response.rollout.problem_id in test_questions
     ]
     groups = {
-        TRAIN: [group for group in trained if group.question not in validation],
-        VALIDATION: [group for group in trained if group.question in validation],
+        TRAIN: [group for group in trained if questions[group.problem_id] not in validation],
+        VALIDATION: [group for group in trained if questions[group.problem_id] in validation],
         TEST: step_groups(test_questions, tested, data, checker, seed),
     }
-    fitting: dict[str, list[EncodedGroup]] = {part: [] for part in groups}
+    fitting: dict[str, list[StepGroup]] = {}
     for part, found in groups.items():
-        for group in found:
-            texts = (group.positive, *group.negatives)
-            paths = tuple(form.last(StepPath(group.question, path)) for path in texts)
-            shared = tuple(path[:-1] == group.positive[:-1] for path in group.negatives)
-            if max(map(len, paths)) <= data.max_tokens:
-                fitting[part].append(EncodedGroup(group.problem_id, paths, shared))
+        texts = test_questions if part == TEST else questions
+        encoded = [
+            replace(one, paths=tuple(form.last(StepPath(texts[one.problem_id], path)) for path in one.paths))
+            for one in found
+        ]
+        fitting[part] = [one for one in encoded if max(map(len, one.paths)) <= data.max_tokens]
         if not fitting[part]:
             raise UserError(
                 f"data.run: the stored responses of {run.folder.path} make no group of a right and a wrong step for "
@@ -105,7 +97,7 @@ def build_step_data(run: StoredRun, data: RewardDataConfig, form: OwnFormat, see
     return StepData(fitting, sum(map(len, groups.values())) - sum(map(len, fitting.values())))
 
 
-def collate(groups: Sequence[EncodedGroup], pad_id: int) -> dict[str, Tensor]:
+def collate(groups: Sequence[StepGroup], pad_id: int) -> dict[str, Tensor]:
     """input_ids and attention_mask [paths, T] of all groups' paths, the positions ``ends`` [paths] of their last
     tokens, and ``sizes`` [groups]: how many paths each group has."""
     paths = [path for group in groups for path in group.paths]
@@ -166,7 +158,9 @@ def step_groups(
         for positive in rng.sample(right, min(data.positives, len(right))) if wrong else ():
             order = rng.sample(wrong, len(wrong))
             order.sort(key=lambda path, p=positive: (path[:-1] != p[:-1], len(path) != len(p)))  # stable: random within
-            groups.append(StepGroup(problem_id, question, positive, tuple(order[: data.negatives])))
+            negatives = order[: data.negatives]
+            shared = tuple(path[:-1] == positive[:-1] for path in negatives)
+            groups.append(StepGroup(problem_id, (positive, *negatives), shared))
     return groups
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -27,8 +26,8 @@ from nemo_edo.losses import ranking_nce_loss
 from nemo_edo.metrics import Interval, share_interval
 from nemo_edo.reward_models.formats import DECODER, ENCODER, Encoded, OwnFormat, OwnSettings, write_own_settings
 from nemo_edo.reward_models.heads import features, is_encoder, margins, own_class, own_config
-from nemo_edo.reward_models.process_reward import batches
-from nemo_edo.reward_models.step_data import TEST, TRAIN, VALIDATION, EncodedGroup, StepData, build_step_data, collate
+from nemo_edo.reward_models.process_reward import computed
+from nemo_edo.reward_models.step_data import TEST, TRAIN, VALIDATION, StepData, StepGroup, build_step_data, collate
 from nemo_edo.run.inputs import model_folder
 from nemo_edo.run.stored_run import StoredRun, open_run
 from nemo_edo.run_folder import RunFolder
@@ -128,8 +127,11 @@ class NCETrainer(Trainer):
         self.model_accepts_loss_kwargs = False
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        settings, sizes = self._settings, inputs["sizes"]
-        rows = torch.split(_scores(model, inputs, settings.dtype), sizes.tolist())  # a group's right path is its first
+        settings, ids, sizes = self._settings, inputs["input_ids"], inputs["sizes"]
+        paths = torch.arange(len(ids), device=ids.device)
+        with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=settings.dtype == "bfloat16"):
+            seen = features(model, ids, inputs["attention_mask"], paths, inputs["ends"])
+        rows = torch.split(margins(model, seen), sizes.tolist())  # log-odds; a group's right path is its first
         positives = torch.stack([row[0] for row in rows])
         negatives = torch.nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True)
         mask = torch.arange(negatives.shape[1], device=sizes.device) < (sizes - 1)[:, None]
@@ -139,21 +141,12 @@ class NCETrainer(Trainer):
         return term.mean()
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
-        accuracy = ranking_accuracy(self.model, self.eval_dataset, self.data_collator, resamples=1, seed=0)
+        accuracy = ranking_accuracy(self.model, self.eval_dataset, resamples=1, seed=0)
         found = {f"validation_{kind}": accuracy[kind]["mean"] for kind in accuracy}
         self.log(dict(found))  # log() modifies its argument
         said = ", ".join(f"{name} {value:.3f}" for name, value in found.items())
         print(f"step {self.state.global_step}: ranking accuracy {said}")
         return {}
-
-
-def _scores(network: PreTrainedModel, inputs: dict[str, Tensor], dtype: str) -> Tensor:
-    """[paths] log-odds that the step is right, at each path's last token, float32."""
-    ids, ends = inputs["input_ids"], inputs["ends"]
-    rows = torch.arange(len(ids), device=ids.device)
-    with torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=dtype == "bfloat16"):
-        seen = features(network, ids, inputs["attention_mask"], rows, ends)
-    return margins(network, seen)
 
 
 def _train_and_test(
@@ -166,7 +159,7 @@ def _train_and_test(
     trainer = NCETrainer(cfg.train, model=network, args=arguments, data_collator=collator, **datasets)
     for callback in (PrinterCallback, ProgressCallback):  # results.json has the log that they would print
         trainer.remove_callback(callback)
-    measured = partial(ranking_accuracy, network, collator=collator, resamples=cfg.bootstrap, seed=cfg.seed)
+    measured = partial(ranking_accuracy, network, resamples=cfg.bootstrap, seed=cfg.seed)
     parts = (VALIDATION, TEST)
     # The fields of the Trainer's log that do not depend on the clock.
     kept = ("step", "epoch", "loss", "grad_norm", "learning_rate", "validation_all", "validation_one_prefix")
@@ -210,22 +203,16 @@ def _arguments(cfg: RewardModelRunConfig, folder: Path) -> TrainingArguments:
     )
 
 
-@torch.no_grad()
 def ranking_accuracy(
-    network: PreTrainedModel, groups: Sequence[EncodedGroup], collator: Any, *, resamples: int, seed: int
+    network: PreTrainedModel, groups: Sequence[StepGroup], *, resamples: int, seed: int
 ) -> dict[str, dict[str, float]]:
     """How often a right step scores above a wrong step of the same question; a tie counts 1/2, chance is 1/2. For "all"
     pairs, and for pairs with "one_prefix" (absent where there are none): the mean over pairs, the 95 % interval over
     questions, and the numbers of pairs and questions."""
     was_training = network.training
     network.eval()
-    scores: dict[tuple[int, ...], float] = {}
-    paths = {path for group in groups for path in group.paths}
-    for batch in batches([Encoded(path, (len(path) - 1,)) for path in paths], _EVALUATION_TOKENS):
-        inputs = collator([EncodedGroup("", tuple(part.ids for part in batch), ())])
-        inputs = {name: tensor.to(network.device) for name, tensor in inputs.items()}
-        values = _scores(network, inputs, "float32").tolist()
-        scores |= dict(zip((part.ids for part in batch), values, strict=True))
+    parts = {Encoded(path, (len(path) - 1,)) for group in groups for path in group.paths}
+    scores = {part.ids: float(odds) for part, odds, _ in computed(network, parts, _EVALUATION_TOKENS)}
     network.train(was_training)
     wins: dict[str, dict[str, list[float]]] = {"all": {}, "one_prefix": {}}
     for group in groups:

@@ -149,14 +149,11 @@ def write_servable(folder: Path, out: Path) -> Path:
     of ``score.0`` are (v, b) and (-v, -b), the others zero, and ``score.2`` subtracts the second's output from the
     first's: relu(x) - relu(-x) = x. One of the two is zero, so that nothing is rounded.
     """
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
-        raise UserError(f"{folder} has no *.safetensors to convert for vLLM; save the model in that format")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     places: dict[str, str] = {}
     head: dict[str, Tensor] = {}
-    for shard in shards:
+    for shard in sorted(folder.glob("*.safetensors")):
         with safe_open(shard, framework="pt") as file:
             # The scores do not use the language model's output layer.
             tensors = {name: file.get_tensor(name) for name in file.keys() if not name.startswith("lm_head.")}
@@ -165,7 +162,7 @@ def write_servable(folder: Path, out: Path) -> Path:
             save_file(tensors, out / shard.name, metadata={"format": "pt"})
             places |= dict.fromkeys(tensors, shard.name)
     if set(head) != {_WEIGHT, _BIAS}:
-        raise UserError(f"{folder}: its weights {sorted(head)} are not those of Skywork's head, {_WEIGHT} and {_BIAS}")
+        raise UserError(f"{folder}: its *.safetensors have {sorted(head)}, expected Skywork's {_WEIGHT} and {_BIAS}")
     weight, bias = head[_WEIGHT], head[_BIAS]  # v [1, D] and b [1]
     zeros = weight.new_zeros(weight.shape[1] - 2, weight.shape[1])
     scores = {

@@ -27,7 +27,7 @@ from nemo_edo.reward_models.step_data import (
     TEST,
     TRAIN,
     VALIDATION,
-    EncodedGroup,
+    StepGroup,
     build_step_data,
     collate,
     held_out,
@@ -43,8 +43,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:mtime may not be reliable")
 
 
 GROUPS = [
-    EncodedGroup("a", ((3, 4, 5), (3, 9), (3, 4, 6, 7)), (False, True)),
-    EncodedGroup("b", ((8,), (9, 9)), (True,)),
+    StepGroup("a", ((3, 4, 5), (3, 9), (3, 4, 6, 7)), (False, True)),
+    StepGroup("b", ((8,), (9, 9)), (True,)),
 ]
 
 
@@ -155,12 +155,14 @@ def test_a_group_ranks_a_right_path_against_wrong_ones_first_those_of_its_prefix
     data = RewardDataConfig(positives=positives, negatives=negatives)
     groups = step_groups({"p": "q"}, responses, data, None, seed=1)
     assert len(groups) == (min(positives, len(right)) if wrong else 0)
-    assert len({group.positive for group in groups}) == len(groups)
+    assert len({group.paths[0] for group in groups}) == len(groups)
     for group in groups:
-        assert group.positive in right and set(group.negatives) <= set(wrong)
-        assert len(set(group.negatives)) == len(group.negatives) == min(negatives, len(wrong))
-        alike = [(path[:-1] != group.positive[:-1], len(path) != len(group.positive)) for path in group.negatives]
-        siblings = sum(path[:-1] == group.positive[:-1] for path in wrong)
+        positive, *others = group.paths
+        assert positive in right and set(others) <= set(wrong)
+        assert len(set(others)) == len(others) == min(negatives, len(wrong))
+        alike = [(path[:-1] != positive[:-1], len(path) != len(positive)) for path in others]
+        assert group.shared == tuple(not other for other, _ in alike)
+        siblings = sum(path[:-1] == positive[:-1] for path in wrong)
         assert alike == sorted(alike) and sum(not other for other, _ in alike) == min(siblings, negatives)
 
 

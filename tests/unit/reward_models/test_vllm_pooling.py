@@ -111,8 +111,5 @@ def test_converted_folder_holds_every_weight_but_the_heads_and_the_output_layers
     added = {f"score.{layer}.{part}" for layer in (0, 2) for part in ("weight", "bias")}
     assert set(found) == set(index) == kept | added
     assert all(torch.equal(found[name], original[name]) for name in kept)
-    with pytest.raises(UserError, match="Skywork.s head"):
+    with pytest.raises(UserError, match="v_head.summary.weight"):
         write_servable(folders["qwen"], tmp_path / "none")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="no .*safetensors"):
-        write_servable(tmp_path / "empty", tmp_path / "none")
