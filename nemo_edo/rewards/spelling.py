@@ -64,8 +64,9 @@ _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
     (r"(?<![\w.])(?P<number>\d+(?:\.\d+)?)[eE](?P<exponent>[+-]?\d+)(?![\w.])", r"\g<number>\\cdot 10^{\g<exponent>}"),
     (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
     (r"(?<=[\d)])\s*(?=\((?=[^()]*\d)[^(),]*\)(?!,))(?<!_\d)(?<!\^\d)", r"\\cdot "),
+    (rf"(?P<number>(?:^|(?<=[-+=\s/]))[\d,.]*\d)(?=[a-z]{{2}})(?P<unit>(?:{'|'.join(NAMES)})s?)(?![a-zA-Z(])",
+     r"\g<number> \g<unit>"),
 ))  # fmt: skip
-_NUMBER_WITH_UNIT = re.compile(r"(?P<number>(?:^|(?<=[-+=\s/]))[\d,.]*\d)(?P<unit>[a-z]{2,})(?![a-zA-Z(])")
 
 
 def respelled(answer: str) -> str:
@@ -79,7 +80,7 @@ def respelled(answer: str) -> str:
     text = _REPEATING.sub(_fraction, clean_answer(text))
     for pattern, by in _REWRITTEN:
         text = pattern.sub(by, text)
-    return " ".join(_NUMBER_WITH_UNIT.sub(_apart, text).split())
+    return " ".join(text.split())
 
 
 def _ascii(character: str) -> str:
@@ -102,11 +103,6 @@ def _fraction(number: re.Match[str]) -> str:
     whole, head, cycle = number["whole"] or "0", number["head"], number["cycle"] or number["digit"]
     repeated = Fraction(int(whole + head + cycle) - int(whole + head), 10 ** len(head) * (10 ** len(cycle) - 1))
     return rf"\frac{{{repeated.numerator}}}{{{repeated.denominator}}}"
-
-
-def _apart(number: re.Match[str]) -> str:
-    unit = number["unit"]
-    return f"{number['number']} {unit}" if {unit, unit.removesuffix("s")} & NAMES else number[0]
 
 
 _SMALL = (

@@ -55,11 +55,8 @@ class Response:
 
 
 def read_responses(rollouts: Sequence[Rollout], problems: Sequence[Problem], answers: AnswerFormat) -> list[Response]:
-    """In order. Raises ValueError for a rollout of an unknown problem."""
+    """In order. Raises KeyError for a rollout of an unknown problem."""
     known = {problem.id: problem for problem in problems}
-    unknown = sorted({rollout.problem_id for rollout in rollouts} - known.keys())
-    if unknown:
-        raise ValueError(f"rollouts of {len(unknown)} unknown problems, the first {unknown[0]!r}")
     return [
         Response(
             rollout, known[rollout.problem_id], answers.extract(rollout.text) if rollout.finished else None,

@@ -131,7 +131,7 @@ def test_scores_keep_the_order_and_each_rollout_meets_its_own_problem():
     found = ExactAnswerScorer().score(rollouts, problems)
     assert [one.rollout for one in found] == rollouts
     assert [one.reward for one in found] == [1.0, 0.0, 1.0]
-    with pytest.raises(ValueError, match="p-9"):
+    with pytest.raises(KeyError, match="p-9"):
         ExactAnswerScorer().score([scored("p-9").rollout], problems)
 
 
