@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from ipaddress import ip_address
 from typing import Any
@@ -51,17 +52,16 @@ class TimeLimit(Fault):
     """No answer came in time."""
 
 
+@dataclass(frozen=True)
 class ApiKey:
     """Sent in each request's headers. Servers quote what they refuse, so all that comes from one goes through ``hide``
     before it is shown or kept."""
 
-    def __init__(self, value: str | None) -> None:
-        """value: None: the server asks for none."""
-        self.value = value
-        self.headers = {} if value is None else {"Authorization": f"Bearer {value}"}
+    value: str | None = field(repr=False)  # None: the server asks for none
 
-    def __repr__(self) -> str:
-        return f"ApiKey({None if self.value is None else HIDDEN})"
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.value is None else {"Authorization": f"Bearer {self.value}"}
 
     def hide(self, text: str) -> str:
         """The text without the key, as it is and as JSON or a URL writes it, and broken over lines."""

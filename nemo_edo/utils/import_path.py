@@ -35,17 +35,14 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(f"{key}: {module_name} cannot be imported: {said(error)}") from error
-        raise UserError(
-            f"{key} is {path!r}, but there is no module {error.name}: expected one in the working directory "
-            f"({os.getcwd()}), in PYTHONPATH, or installed"
-        ) from error
     except UserError:
         raise
     except Exception as error:  # whatever a user's module raises is a user's error
-        raise UserError(f"{key}: {module_name} cannot be imported: {said(error)}") from error
+        why, missing = said(error), error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            there = f"in the working directory ({os.getcwd()}), in PYTHONPATH, or installed"
+            why = f"there is no module {missing}: expected one {there}"
+        raise UserError(f"{key}: {module_name} cannot be imported: {why}") from error
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):

@@ -21,9 +21,7 @@ def end_with(parent: int) -> None:
     has. On Linux only: elsewhere it does nothing."""
     if sys.platform != "linux":
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -187,22 +187,18 @@ class _ServerProcess:
         return results, left_s
 
     def _take(self, worker: _Worker, *, is_late: bool) -> Any:
-        """The result of a worker's task. Replaces a worker that has ended, or is late."""
-        worker.task = None
+        """The result of a worker's task. Replaces a worker that has ended, is late, or uses much memory."""
+        worker.task, answer = None, (TIMED_OUT, True) if is_late else None
         if not is_late:
             with contextlib.suppress(EOFError, ConnectionError):
-                result, is_worn = worker.connection.recv()
-                if is_worn:
-                    self._replace(worker)
-                return result
-        status = self._replace(worker)
-        return TIMED_OUT if is_late or status == -signal.SIGPROF else TaskFailure("ended its process", status)
-
-    def _replace(self, worker: _Worker) -> int:
-        """Ends the worker and puts another in its place. Returns its exit status."""
+                answer = worker.connection.recv()
+        if answer is not None and not answer[1]:
+            return answer[0]
         status = worker.end()
         self.workers[self.workers.index(worker)] = self._fork()
-        return status
+        if answer is not None:
+            return answer[0]
+        return TIMED_OUT if status == -signal.SIGPROF else TaskFailure("ended its process", status)
 
     def _fork(self) -> _Worker:
         ours, theirs = Pipe()

@@ -76,21 +76,15 @@ def test_a_kept_command_and_what_it_started_end_with_the_process_that_wanted_it_
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
-def test_a_keeper_that_is_ended_takes_the_command_with_it(sent: signal.Signals):
-    keeper = subprocess.Popen(kept([sys.executable, "-c", "import time; time.sleep(120)"]))
-    processes = below(keeper.pid, 1)
+def test_an_ended_keeper_takes_the_command_with_it_and_what_a_killed_one_leaves_is_in_its_session(sent: signal.Signals):
+    keeper = subprocess.Popen(kept([sys.executable, "-c", GROUP + "time.sleep(120)"]))
+    command, started = below(keeper.pid, 2)
     keeper.send_signal(sent)
     keeper.wait()
-    assert_gone(processes)
-
-
-def test_what_a_killed_keeper_leaves_is_found_by_its_session():
-    keeper = subprocess.Popen(kept([sys.executable, "-c", GROUP + "time.sleep(120)"]))
-    processes = below(keeper.pid, 2)
-    keeper.kill()
-    keeper.wait()
-    end_session(keeper.pid)
-    assert_gone(processes)
+    assert_gone([command])
+    if sent == signal.SIGKILL:
+        end_session(keeper.pid)
+    assert_gone([started])
 
 
 @pytest.mark.parametrize("starts", [GROUP, SESSION])
