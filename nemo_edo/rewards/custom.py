@@ -174,22 +174,11 @@ class CustomScorer:
         self.check()
         (key, function), signature, results = self._functions[name], self._signatures[name], []
         size = max(1, len(responses)) if signature.batch or signature.concurrent else 1
+        unused, limit_s = {*IDS} - {*signature.arguments.values()}, self.rewards.function_time_limit_s
         for start in range(0, len(responses), size):
-            rows = responses[start : start + size]
-            given = [self._arguments(response) for response in rows]
-            shared = set.intersection(*(set(one) for one in given))
-            wanted = signature.arguments.items()
-            fields = {name: field for name, field in wanted if field in shared or name not in signature.optional}
-            if signature.all_columns:
-                fields |= {name.removeprefix(COLUMN): name for name in sorted(shared) if name.startswith(COLUMN)}
-            for row, one in enumerate(given):
-                if missing := next((name for name in fields.values() if name not in one), None):
-                    there = ", ".join(sorted(name.removeprefix(COLUMN) for name in one if name.startswith(COLUMN)))
-                    return results, FailedCall(
-                        f"takes the {missing}, which the data has not; there are {there}", row=row
-                    )
-            arguments = {name: [one[field] for one in given] for name, field in fields.items()}
-            call, limit_s = (function.path, key, arguments, signature, len(rows)), self.rewards.function_time_limit_s
+            given = [self._arguments(response) for response in responses[start : start + size]]
+            rows = [{name: value for name, value in one.items() if name not in unused} for one in given]
+            call = (function.path, key, rows)
             [answer] = self._pool.run("nemo_edo.rewards.custom:call", [call], wall_s=limit_s * len(rows))
             if isinstance(answer, TaskFailure):
                 self._signatures = {}  # a new worker imports the functions, which may take longer than a call
@@ -249,6 +238,7 @@ def _own(response: Response) -> dict[str, Any]:
 _function = cache(load_function)
 
 
+@cache
 def signature(path: str, key: str) -> Signature | UserError:
     """Of the function that the setting ``key`` names; an error where it is missing or takes what is not there."""
     try:
@@ -270,18 +260,23 @@ def signature(path: str, key: str) -> Signature | UserError:
     return Signature(batch, concurrent, {name: names[name] for name in wanted}, optional, is_trl and variable)
 
 
-def call(
-    path: str, key: str, arguments: Mapping[str, list], signature: Signature, responses: int
-) -> list[Result] | FailedCall:
-    """The ``Result`` of each response. arguments: lists."""
-    function = _function(path, key)
+def call(path: str, key: str, rows: Sequence[Mapping[str, Any]]) -> list[Result] | FailedCall:
+    """The ``Result`` of each response. rows: what a function can ask for, of each."""
+    function, takes = _function(path, key), signature(path, key)
+    shared = set.intersection(*map(set, rows))
+    fields = {name: field for name, field in takes.arguments.items() if field in shared or name not in takes.optional}
+    if takes.all_columns:
+        fields |= {field.removeprefix(COLUMN): field for field in sorted(shared) if field.startswith(COLUMN)}
+    for row, given in enumerate(rows):
+        if missing := next((field for field in fields.values() if field not in given), None):
+            there = ", ".join(sorted(field.removeprefix(COLUMN) for field in given if field.startswith(COLUMN)))
+            return FailedCall(f"takes the {missing}, which the data has not; there are {there}", row=row)
     try:
-        if signature.batch:
-            returned = function(**arguments)
+        if takes.batch:
+            returned = function(**{name: [given[field] for given in rows] for name, field in fields.items()})
         else:
-            rows = [{name: values[row] for name, values in arguments.items()} for row in range(responses)]
-            returned = [function(**row) for row in rows]
-        if signature.concurrent:
+            returned = [function(**{name: given[field] for name, field in fields.items()}) for given in rows]
+        if takes.concurrent:
             returned = asyncio.run(_all(returned))
         elif inspect.isawaitable(returned):
             [returned] = asyncio.run(_all([returned]))
@@ -293,18 +288,18 @@ def call(
         sys.stdout.flush()  # a worker that is killed later has lost nothing
     if hasattr(returned, "tolist"):  # an array or a tensor
         returned = returned.tolist()
-    if not isinstance(returned, list | tuple) or len(returned) != responses:
+    if not isinstance(returned, list | tuple) or len(returned) != len(rows):
         size = f"{len(returned)} results" if isinstance(returned, list | tuple) else shown(returned)
-        return FailedCall(f"returned {size} for {responses} responses, expected a list with one for each")
+        return FailedCall(f"returned {size} for {len(rows)} responses, expected a list with one for each")
     results = []
     for row, value in enumerate(returned):
         if isinstance(value, BaseException):
             return FailedCall(f"raised {said(value)}", "".join(traceback.format_exception(value)), row)
-        if isinstance(value, dict) and {"solution_str", "solution_strs"} & arguments.keys():  # verl logs texts as well
+        if isinstance(value, dict) and {"solution_str", "solution_strs"} & fields.keys():  # verl logs texts as well
             value = {name: v for name, v in value.items() if name in (SCORE, VOTE) or not isinstance(v, str | None)}
         try:
             # None of TRL's: the reward says nothing of this response.
-            results.append(as_result(0.0 if value is None and COMPLETIONS in arguments else value))
+            results.append(as_result(0.0 if value is None and COMPLETIONS in fields else value))
         except ValueError as error:
             return FailedCall(f"returned {error}", row=row)
     return results
@@ -332,6 +327,4 @@ def as_result(value: Any) -> Result:
         result[str(name)] = float(number)
     if SCORE not in result:
         result = {SCORE: math.fsum(result.values()), **result}
-    if abs(result[SCORE]) > LARGEST:
-        raise ValueError(f"parts whose sum is {result[SCORE]:g}; {_EXPECTED}")
     return vote | result
