@@ -90,13 +90,6 @@ class Items:
 
 
 @dataclass(frozen=True)
-class Region:
-    """A set of numbers: an interval, a union, or what an inequality says."""
-
-    numbers: sympy.Set | Boolean  # A condition where it is one of several variables
-
-
-@dataclass(frozen=True)
 class Named:
     """An equation: a name, or another formula, and its value."""
 
@@ -105,6 +98,9 @@ class Named:
     formula: sympy.Expr | None = None  # the left side where it is no name
 
 
+Region = sympy.Set | Boolean
+"""A set of numbers: an interval, a union, or what an inequality says; a condition where it is one of several variables.
+"""
 Value = Text | Time | Number | Items | Region | Named
 
 
@@ -122,7 +118,7 @@ def read(text: str, *, letters: bool = False) -> Value | None:
         if value is not None:
             return None if value is _NOTHING else value
     parsed = _parsed(text)
-    return formula(text) or (Region(parsed) if isinstance(parsed, sympy.Set | Boolean) else None)
+    return formula(text) or (parsed if isinstance(parsed, Region) else None)
 
 
 NO_SOLUTION = Text("no solution")
@@ -202,7 +198,7 @@ def _text(text: str, letters: bool) -> Value | None:
         return Text(verdict["verdict"])
     is_marked = TEXT.fullmatch(text) is not None
     if is_marked and said[:1].isdigit():
-        return read(said) or _NOTHING
+        return _NOTHING if (value := read(said)) is None else value
     if (
         not _WORDS.fullmatch(said)
         or re.search(r"\d to \d", said)
@@ -255,7 +251,7 @@ def _list(text: str, letters: bool) -> Value | None:
     for connective, combine in ((_OR, sympy.Union), (f"{_AND}|,", sympy.Intersection)):
         regions = [read(part) for part in _split(text, connective) if part != text]
         if regions and all(isinstance(part, Named) and isinstance(part.value, Region) for part in regions):
-            return Named(regions[0].name, Region(combine(*(part.value.numbers for part in regions))))
+            return Named(regions[0].name, combine(*(part.value for part in regions)))
     parts = [part for part in _split(text, f"[,;]|{_AND}|{_OR}") if part.strip()]
     if len(parts) < 2:
         return None
@@ -281,14 +277,14 @@ def _set(text: str, letters: bool) -> Value | None:
     if text in (r"\emptyset", r"\varnothing"):
         return NO_SOLUTION
     if text == r"\mathbb{R}":
-        return Region(sympy.S.Reals)
+        return sympy.S.Reals
     unions = _split(text, r"\\cup(?![a-zA-Z])")
     if len(unions) > 1:
         parts = [read(part) for part in unions]
         if all(isinstance(part, Items) and part.brackets == "{}" for part in parts):
             return Items("{}", tuple(item for part in parts for item in part.items))
         regions = [region(part) for part in parts]
-        return _NOTHING if None in regions else Region(sympy.Union(*(one.numbers for one in regions)))
+        return _NOTHING if None in regions else sympy.Union(*regions)
     match = re.fullmatch(r"(?P<opens>\\\{|[(\[])(?P<inside>.*?)(?P<closes>\\\}|[)\]])", text)
     if match is None or min(_depths(text)[2:-1]) < 1:
         return None
@@ -298,7 +294,7 @@ def _set(text: str, letters: bool) -> Value | None:
         if not inside:
             return NO_SOLUTION
         if condition := _BUILDER.fullmatch(inside):
-            return read(condition["rest"]) or _NOTHING
+            return _NOTHING if (value := read(condition["rest"])) is None else value
     parts = _split(inside, "[,;]")
     if len(parts) == 1 and (brackets == "()" or inside.startswith(r"\begin")):
         return read(inside)
@@ -315,7 +311,7 @@ def region(value: Value | None) -> Region | None:
     low, high = (end.value if isinstance(end, Number) else None for end in value.items)
     if not all(getattr(end, "is_extended_real", False) and not end.free_symbols for end in (low, high)):
         return None
-    return Region(sympy.Interval(low, high, value.brackets[0] == "(", value.brackets[1] == ")")) if low < high else None
+    return sympy.Interval(low, high, value.brackets[0] == "(", value.brackets[1] == ")") if low < high else None
 
 
 def _relation(text: str, letters: bool) -> Value | None:
@@ -331,11 +327,11 @@ def _relation(text: str, letters: bool) -> Value | None:
         ends = [side.value.xreplace(real) for side in sides]
         holds = [_BOUNDS[sign](*pair) for sign, pair in zip(signs, pairwise(ends), strict=True)]
         if len(symbols) > 1:
-            return Region(sympy.And(*holds))
+            return sympy.And(*holds)
         numbers = sympy.Intersection(*(one.as_set() for one in holds))
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return _NOTHING
-    return Named(symbols[0].name, Region(numbers)) if symbols else _NOTHING
+    return Named(symbols[0].name, numbers) if symbols else _NOTHING
 
 
 def _bare(name: str) -> str:

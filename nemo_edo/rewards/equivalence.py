@@ -88,8 +88,6 @@ def _form(value: Value | None) -> str | None:
         case Time():
             shown = value.shown if value.since_midnight is None else value.since_midnight
             return f"{shown // 3600}:{shown // 60 % 60:02}{'' if value.since_midnight is None else ' of 24'}"
-        case Region():
-            return str(value.numbers)
         case Items():
             forms, brackets = [_form(item) for item in value.items], value.brackets or "{}"
             forms = sorted(set(forms)) if brackets == "{}" else forms
@@ -99,7 +97,7 @@ def _form(value: Value | None) -> str | None:
             shown = str(sympy.expand(number) if isinstance(number, sympy.Expr) else number)
             dimensions = (f"{name}^{power}" for name, power in sorted(value.unit.dimensions))
             return shown if value.unit.is_any else " ".join([shown, *dimensions, *sorted(value.unit.counted)])
-    return None
+    return None if value is None else str(value)
 
 
 # --- comparison by kind: the gold answer first ------------------------------------------------------------------------
@@ -132,7 +130,7 @@ def _same(gold: Value, answer: Value) -> bool:
     brackets = {getattr(one, "brackets", None) for one in (gold, answer)}
     regions = region(gold), region(answer)
     if None not in regions and (isinstance(gold, Region) or isinstance(answer, Region) or "to" in brackets):
-        return _same_region(*(one.numbers for one in regions))
+        return _same_region(*regions)
     if brackets & {"::", "to"}:
         return _same_ratio(gold, answer)
     return isinstance(gold, Items) and isinstance(answer, Items) and _same_items(gold, answer)
