@@ -70,9 +70,9 @@ def load_network(folder: RewardFolder, dtype: torch.dtype) -> PreTrainedModel:
     return network.eval()
 
 
-def head_of(network: PreTrainedModel) -> nn.Module:
+def head_of(network: PreTrainedModel) -> nn.Module | None:
     """The layer that maps features, [..., D], to logits, [..., 1 or 2]."""
-    return next(getattr(network, name) for name in _HEADS if hasattr(network, name))
+    return next((getattr(network, name) for name in _HEADS if hasattr(network, name)), None)
 
 
 def features(network: PreTrainedModel, ids: Tensor, mask: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
@@ -107,8 +107,7 @@ def own_class(config: PretrainedConfig, where: str) -> type[PreTrainedModel]:
             "model_type that has one, such as modernbert, bert, llama or qwen2"
         )
     with torch.device("meta"):
-        network = kind._from_config(config)
-    head = head_of(network) if any(hasattr(network, name) for name in _HEADS) else None
+        head = head_of(kind._from_config(config))
     if not isinstance(head, nn.Linear) or head.out_features != 1:
         raise UserError(f"{where}: the head of {kind.__name__} is not a single linear layer; use another model_type")
     return kind

@@ -84,12 +84,8 @@ class ExactAnswerScorer:
             if stated and answer is None:
                 answer = stated_number(stated) if problem.answer_kind == NUMBER else stated
             expected = canonical_number(problem.answer) or problem.answer
-            if answer is None:
-                scored.append(response.scored(0.0, None, response.why_no_answer))
-            elif answer == expected:
-                scored.append(response.scored(1.0, answer, CORRECT))
-            else:
-                scored.append(response.scored(0.0, answer, f"final answer {answer}, expected {expected}"))
+            reason = response.why_no_answer if answer is None else f"final answer {answer}, expected {expected}"
+            scored.append(response.scored(float(answer == expected), answer, CORRECT if answer == expected else reason))
         return scored
 
 
