@@ -21,7 +21,7 @@ from nemo_edo.utils.http import ApiKey, Fault, ServerError, exchange, open_sessi
 from nemo_edo.utils.processes import end_session, kept
 
 POLL_EVERY_S = 0.25  # seconds between two health checks of a server that is starting
-START = "--- start"  # how a line of a server's log begins that tells of a start
+START = "\n--- start "  # how a line of a server's log begins that tells of a start
 PORTS = range(20_000, 32_768)
 TRAINER_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
                      "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
@@ -34,50 +34,90 @@ queue to the GPU is for Megatron's overlap, vLLM's sleep mode refuses expandable
 class Replica:
     """A server at a URL, and blocking requests to it. ``dispatch.py`` sends many requests concurrently."""
 
-    is_managed = False  # whether the run starts, restarts and stops the server
-    starts = 0  # starts so far; requests sent before the last one are lost. 0: the run does not start it
-    model_folder: Path | None = None  # what a managed server's next start loads
     health = HEALTH  # the path that a healthy server answers
+    any_answer_is_health = False  # whether a server that refuses the health check is well, as it answers
 
     def __init__(
         self,
         name: str,
-        url: str,
+        url: str = "",
         key: str | None = None,
         *,
         ready_limit_s: float = 900.0,
         has_worker_extension: bool = False,
+        api: ServerAPI | None = None,
+        model_folder: Path | None = None,
     ) -> None:
         """name: for messages. key: sent with every request. ready_limit_s: seconds until it must answer.
-        has_worker_extension: that of ``inside_server/``, which servers have that the run or its job has started."""
+        has_worker_extension: that of ``inside_server/``, which servers have that the run or its job has started. api:
+        how the run starts it on this machine, with a free port at each start, one log for all of them, and the model of
+        ``model_folder``; None: it does not."""
         self.name = name
         self.url = url.rstrip("/")
         self.key = ApiKey(key)
-        self.has_worker_extension = has_worker_extension
+        self.has_worker_extension = has_worker_extension or api is not None
+        self.ready_limit_s = ready_limit_s
+        self.api = api
+        self.model_folder = model_folder  # what a managed server's next start loads
         self.model_name = ""  # what requests call the model; known once the server is ready
         self.served = ""  # the model, by its name and by what the server says that it loaded
         self.max_length: int | None = None  # tokens of prompt and response that it accepts; None: it does not say
-        self.ready_limit_s = ready_limit_s
+        self.starts = 0  # by the run; requests sent before the last one are lost
+        self.process: subprocess.Popen | None = None  # the keeper of its processes; None before a start, after ``stop``
         self._last_fault = ""
 
     def __str__(self) -> str:
         return f"{self.name} ({self.url})" if self.url else self.name
 
     @property
+    def is_managed(self) -> bool:
+        """Whether the run starts, restarts and stops the server."""
+        return self.api is not None
+
+    @property
     def has_ended(self) -> bool:
         """Whether a managed server has no running process. False for others: only requests can tell."""
-        return False
+        return self.is_managed and (self.process is None or self.process.poll() is not None)
 
     def start(self) -> None:
         """Returns once the server is ready; errors as for ``wait_until_ready``."""
+        if self.is_managed:
+            self.start_process()
         self.wait_until_ready()
+
+    def start_process(self) -> None:
+        """Starts a managed server's process without waiting for it."""
+        host = self.api.settings.host
+        port = free_port(host)
+        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+        self.starts += 1
+        trainers = {name for name in os.environ if name in TRAINER_VARIABLES or name.startswith("TORCHELASTIC_")}
+        inherited = {name: value for name, value in os.environ.items() if name not in trainers}
+        environment = {**inherited, **self.api.environment(self.key.value)}
+        command = kept(self.api.command(self.model_folder, port))
+        self.api.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.api.log.open("ab") as log:
+            log.write(f"{START}{self.starts}: {self.url}\n".encode())
+            log.flush()
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def restart(self, model_folder: Path | None = None) -> None:
-        """Waits for the return of a server that the run does not manage."""
-        self.wait_until_ready()
+        """Restarts a managed server with ``model_folder`` (None: the last one), and waits for the return of another;
+        errors as for ``wait_until_ready``."""
+        self.model_folder = model_folder or self.model_folder
+        self.stop()
+        self.start()
 
     def stop(self) -> None:
-        """Stops a managed server; does nothing for others."""
+        """Ends a managed server's process and all that it started; does nothing where there is none."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+            end_session(self.process.pid)  # where it was killed, and could not end what it kept
+            self.process = None
 
     def wait_until_ready(self) -> None:
         """Waits until the server is healthy and names its model. Raises ServerError, with the end of the log, after
@@ -103,12 +143,8 @@ class Replica:
             self.request("GET", self.health, timeout_s=5.0, answers_json=False)
         except ServerError as error:
             self._last_fault = str(error)
-            return self.means_health(error)
+            return self.any_answer_is_health and error.status is not None
         return True
-
-    def means_health(self, error: ServerError) -> bool:
-        """Whether a server that refuses the health check so is well."""
-        return False
 
     def request(
         self,
@@ -122,7 +158,7 @@ class Replica:
         """As ``utils.http.exchange``, but blocking, and with ServerError for every outcome without a value."""
 
         async def one_request() -> Any:
-            async with self.open_session() as session:
+            async with open_session(self.key) as session:
                 return await self.exchange(
                     session, method, path, timeout_s, body=json, params=params, answers_json=answers_json
                 )
@@ -139,92 +175,26 @@ class Replica:
         url, server, is_own = self.url + path, str(self), self.has_worker_extension
         return await exchange(session, method, url, self.key, server=server, limit_s=limit_s, is_own=is_own, **options)
 
-    def open_session(self) -> aiohttp.ClientSession:
-        return open_session(self.key)
-
     def ending(self) -> str:
         """How a managed server's process has ended, for messages."""
-        return ""
-
-    def log_tail(self) -> str:
-        """The end of a managed server's log, to append to an error message; empty for others."""
-        return ""
-
-
-class ManagedReplica(Replica):
-    """A server that the run starts on this machine, with a free port at each start and one log for all of them."""
-
-    is_managed = True
-
-    def __init__(self, name: str, api: ServerAPI, model_folder: Path, key: str, *, ready_limit_s: float) -> None:
-        """Not started. model_folder: what the first start loads. key: what the server asks its clients for."""
-        super().__init__(name, "", key, ready_limit_s=ready_limit_s, has_worker_extension=True)
-        self.model_folder = model_folder
-        self.api = api
-        self.starts = 0
-        self.process: subprocess.Popen | None = None  # the keeper of its processes; None before a start, after ``stop``
-
-    @property
-    def has_ended(self) -> bool:
-        return self.process is None or self.process.poll() is not None
-
-    def start(self) -> None:
-        self.start_process()
-        self.wait_until_ready()
-
-    def start_process(self) -> None:
-        """Starts the process without waiting for it."""
-        host = self.api.settings.host
-        port = free_port(host)
-        address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-        self.starts += 1
-        trainers = {name for name in os.environ if name in TRAINER_VARIABLES or name.startswith("TORCHELASTIC_")}
-        inherited = {name: value for name, value in os.environ.items() if name not in trainers}
-        environment = {**inherited, **self.api.environment(self.key.value)}
-        command = kept(self.api.command(self.model_folder, port))
-        self.api.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.api.log.open("ab") as log:
-            log.write(f"\n{START} {self.starts}: {self.url}\n".encode())
-            log.flush()
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
-            )
-
-    def restart(self, model_folder: Path | None = None) -> None:
-        """Restarts the process with ``model_folder`` (None: the last one); errors as for ``wait_until_ready``."""
-        self.model_folder = model_folder or self.model_folder
-        self.stop()
-        self.start()
-
-    def stop(self) -> None:
-        """Ends the process and all that it started; does nothing where there is none."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
-            end_session(self.process.pid)  # where it was killed, and could not end what it kept
-            self.process = None
-
-    def ending(self) -> str:
         status = None if self.process is None else self.process.poll()
         return f"its process has ended with status {status}{self.log_tail()}"
 
     def log_tail(self) -> str:
-        return self.key.hide(end_of_log(self.api.log))
+        """The end of a managed server's log, to append to an error message; empty for others."""
+        return "" if self.api is None else self.key.hide(end_of_log(self.api.log))
 
 
 class PlainReplica(Replica):
     """An endpoint of OpenAI's API that need not have vLLM's health check, nor tell its models."""
 
     health = MODELS
+    any_answer_is_health = True  # many have no such path, or refuse it
 
     def __init__(self, name: str, url: str, key: str | None, *, ready_limit_s: float, model: str | None) -> None:
         """url: with or without its last part, /v1. model: what requests ask for; None: the first that it lists."""
         super().__init__(name, url.rstrip("/").removesuffix("/v1"), key, ready_limit_s=ready_limit_s)
         self._model = model
-
-    def means_health(self, error: ServerError) -> bool:
-        return error.status is not None  # it answers; many have no such path, or refuse it
 
     def read_models(self) -> None:
         if self._model is not None:
@@ -235,11 +205,6 @@ class PlainReplica(Replica):
         except (ServerError, KeyError, IndexError, TypeError) as error:
             why = error if isinstance(error, ServerError) else "its list of models has no id"
             raise ServerError(f"{self}: {why}; name the model with generation.servers.model=...") from error
-
-
-def starts_in(log: Path) -> int:
-    """How often a server was started, by its log."""
-    return sum(line.startswith(START) for line in log.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 def free_port(host: str) -> int:

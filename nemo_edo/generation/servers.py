@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nemo_edo.config import GenerationConfig, ServersConfig
 from nemo_edo.errors import UserError
-from nemo_edo.generation.replica import ManagedReplica, PlainReplica, Replica
+from nemo_edo.generation.replica import PlainReplica, Replica
 from nemo_edo.generation.server_api import APIS, ServerAPI, server_python
 from nemo_edo.utils.http import ApiKey, ServerError, key_of_environment
 from nemo_edo.utils.processes import package_file
@@ -87,17 +87,16 @@ def replicas_at_urls(settings: ServersConfig, *, plain: bool = False) -> list[Re
     ]
 
 
-def managed_replicas(api: ServerAPI, model_folder: Path, gpus: int, key: str | None = None) -> list[ManagedReplica]:
+def managed_replicas(api: ServerAPI, model_folder: Path, gpus: int, key: str | None = None) -> list[Replica]:
     """Replicas of any kind that the run starts on this machine. api: the same for each except ``gpus``, and ``log``,
     which is here the folder of the logs. gpus: of this machine. key: what they ask for; None: a new one."""
-    settings, key = api.settings, key or secrets.token_urlsafe(32)
-    each, limit_s = settings.tensor_parallel_size, settings.start_limit_s
-    replicas = []
+    settings, each, key = api.settings, api.settings.tensor_parallel_size, key or secrets.token_urlsafe(32)
+    replicas, limit_s = [], settings.start_limit_s
     for place in range(settings.replicas):
         first = (settings.first_gpu or 0) + place * each
         devices = tuple(range(first, first + each)) if gpus else ()
         own = replace(api, gpus=devices, log=api.log / f"server_{place}.log")
-        replicas.append(ManagedReplica(f"server {place}", own, model_folder, key, ready_limit_s=limit_s))
+        replicas.append(Replica(f"server {place}", key=key, ready_limit_s=limit_s, api=own, model_folder=model_folder))
     return replicas
 
 

@@ -14,7 +14,7 @@ from helpers import completions_server
 from nemo_edo.config import ServersConfig
 from nemo_edo.errors import PartlyGenerated, RunStopped
 from nemo_edo.generation import dispatch
-from nemo_edo.generation.replica import ManagedReplica, Replica
+from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import ServerAPI
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
@@ -26,10 +26,11 @@ STOP, VOCABULARY = 1, 100
 
 
 class ScriptedAPI(ServerAPI):
-    """Of tests/helpers/completions_server.py."""
+    """Of tests/helpers/completions_server.py, or of the code ``settings.python``."""
 
     def command(self, model: Path, port: int) -> list[str]:
-        return [sys.executable, completions_server.__file__, str(port), str(model)]
+        code = self.settings.python
+        return [sys.executable, *(["-c", code] if code else [completions_server.__file__, str(port), str(model)])]
 
     def environment(self, key: str) -> dict[str, str]:
         return {}
@@ -39,26 +40,18 @@ class ScriptedAPI(ServerAPI):
         return {}
 
 
-class PythonAPI(ScriptedAPI):
-    """``settings.python`` is the code that a server runs."""
-
-    def command(self, model: Path, port: int) -> list[str]:
-        return [sys.executable, "-c", self.settings.python]
-
-
-def managed(folder: Path, name: str, code: str | None = None) -> ManagedReplica:
+def managed(folder: Path, name: str, code: str | None = None) -> Replica:
     """A replica, not started, whose server reads the state ``folder/name.json``, or runs the code."""
-    kind = ScriptedAPI if code is None else PythonAPI
-    api, state = kind(ServersConfig(python=code), "float32", folder / f"{name}.log"), folder / f"{name}.json"
-    return ManagedReplica(name, api, state, completions_server.KEY, ready_limit_s=60.0)
+    api, state = ScriptedAPI(ServersConfig(python=code), "float32", folder / f"{name}.log"), folder / f"{name}.json"
+    return Replica(name, key=completions_server.KEY, ready_limit_s=60.0, api=api, model_folder=state)
 
 
 @pytest.fixture
 def start(tmp_path: Path):
     """Starts a server for each state; stops them after the test."""
-    replicas: list[ManagedReplica] = []
+    replicas: list[Replica] = []
 
-    def start(*states: dict) -> list[ManagedReplica]:
+    def start(*states: dict) -> list[Replica]:
         for place, state in enumerate(states):
             replicas.append(managed(tmp_path, f"server {place}"))
             replicas[-1].model_folder.write_text(json.dumps(state))
@@ -81,10 +74,6 @@ def requests(number: int) -> list[GenerationRequest]:
     return [GenerationRequest(f"p-{i}", i % 3, (5, i), seed=1000 + i) for i in range(number)]
 
 
-def log_of(replica: Replica) -> dict:
-    return replica.request("GET", "/log")
-
-
 def assert_answers(rollouts: Sequence[Rollout], asked: Sequence[GenerationRequest]) -> None:
     """One rollout for each request, in order: its seed's tokens."""
     assert [(r.problem_id, r.sample_index, r.prompt_ids, r.seed) for r in rollouts] == [
@@ -97,7 +86,7 @@ def assert_answers_all(servers: ServerEngine, number: int) -> None:
     assert_answers(servers.generate(requests(number), SAMPLING), requests(number))
 
 
-def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_flight(start):
+def test_every_request_with_the_key_is_answered_once_and_replicas_share_them_within_max_in_flight(start):
     replicas = start({"slow_s": 0.5}, {"slow_s": 0.5})
     asked = requests(60)
     servers = engine(replicas)
@@ -105,15 +94,17 @@ def test_every_request_is_answered_once_and_replicas_share_them_within_max_in_fl
     rollouts = servers.generate(asked, SAMPLING)
     assert_answers(rollouts, asked)
     assert {rollout.policy_version for rollout in rollouts} == {7} and rollouts[0].text == "12 13 2"
-    logs = [log_of(replica) for replica in replicas]
+    logs = [replica.request("GET", "/log") for replica in replicas]
     assert sorted(seed for log in logs for seed in log["seeds"]) == [request.seed for request in asked]
     assert all(len(log["seeds"]) >= 20 and log["most_open"] <= 8 for log in logs)
+    with pytest.raises(ServerError, match=r"stranger \(http://127.0.0.1:\d+\): .*status 401"):
+        Replica("stranger", url=replicas[0].url, key="another").wait_until_ready()
 
 
 def test_faults_in_a_fifth_of_the_answers_change_no_sample(start):
     replicas = start({"faulty_every": 5})
     assert_answers_all(engine(replicas, attempts=9), 300)
-    assert len(log_of(replicas[0])["seeds"]) >= 300 / 0.8 - 1
+    assert len(replicas[0].request("GET", "/log")["seeds"]) >= 300 / 0.8 - 1
 
 
 @pytest.mark.parametrize(("state", "attempts", "named"), [
@@ -124,7 +115,7 @@ def test_a_request_that_fails_is_given_up_after_its_attempts_and_a_refused_one_a
     replicas = start(state)
     with pytest.raises(PartlyGenerated, match=named):
         engine(replicas, attempts=4).generate(requests(1), SAMPLING)
-    assert len(log_of(replicas[0])["seeds"]) == attempts
+    assert len(replicas[0].request("GET", "/log")["seeds"]) == attempts
 
 
 class Kept:
@@ -232,13 +223,6 @@ def test_a_server_that_ends_or_is_not_ready_in_time_is_reported_with_its_log(tmp
             replica.wait_until_ready()
     finally:
         replica.stop()
-
-
-def test_a_wrong_key_is_noticed(start):
-    [replica] = start({})
-    stranger = Replica("stranger", url=replica.url, key="another")
-    with pytest.raises(ServerError, match=r"stranger \(http://127.0.0.1:\d+\): .*status 401"):
-        stranger.wait_until_ready()
 
 
 def test_a_server_does_not_inherit_the_trainers_variables(tmp_path: Path, monkeypatch):
