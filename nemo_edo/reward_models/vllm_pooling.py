@@ -50,12 +50,6 @@ class VLLMPooling(VLLM):
     model_name: ClassVar[str] = "reward_model"
     takes_weights: ClassVar[bool] = False
 
-    def use_options(self) -> dict[str, str]:
-        return {"runner": "pooling"}
-
-    def cpu_arguments(self) -> list[str]:
-        return []
-
 
 class ServedRewardModel:
     """A process reward model whose network runs on servers. Paths are encoded here, as its folder says."""
