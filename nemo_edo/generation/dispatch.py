@@ -8,12 +8,11 @@ import logging
 import resource
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.replica import Replica
-from nemo_edo.utils.http import Fault, ServerError, TimeLimit, retrying, run_tasks
+from nemo_edo.utils.http import Fault, ServerError, TimeLimit, open_session, retrying, run_tasks
 
 CHECK_AFTER_S = 10.0  # silence after which a managed replica with requests in flight is checked
 ALLOWANCE_S = 300.0
@@ -23,7 +22,6 @@ MEASURED_ANSWERS, PACE_FACTOR = 64, 4.0
 short, and what runs beside a long one changes."""
 CHECK_EVERY_S = 0.2
 HAND_OVER_EVERY_S = 20.0
-FILES_OF_A_RUN = 512
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +34,10 @@ def limit_s(tokens: int, of_a_token: float = ASSUMED_TOKEN_S) -> float:
 @dataclass(eq=False)
 class Dispatcher:
     """Sends each request to the available replica with the fewest requests in flight, and retries it after a fault.
-
     A fault, or a long silence of a managed replica, makes a replica unavailable until, after the time of a Retry-After,
     it answers a health check or one of its requests within ``health_limit_s``. Otherwise it is restarted, and its
     requests go to others (a server that the run does not manage keeps them until ``request_limit_s``, and is waited
-    for); after ``restarts`` restarts in a row without an answer it is retired.
-    """
+    for); after ``restarts`` restarts in a row without an answer it is retired."""
 
     replicas: Sequence[Replica]
     settings: ServersConfig
@@ -59,7 +55,7 @@ class Dispatcher:
         hand_over: Callable[[], None] | None = None,
     ) -> None:
         """Posts all bodies, and calls ``read(index, answer)`` for each JSON answer as it arrives; where that raises
-        Fault, the request is sent again. check: called often. hand_over: called now and then, in another thread. What
+        Fault, the request is sent again. check, hand_over: called in other threads, often, and now and then; what
         either raises ends the requests. Raises ServerError where a server refuses a request for good, all of its
         attempts have failed, or every replica is retired; all other requests are cancelled by then."""
 
@@ -70,10 +66,8 @@ class Dispatcher:
                 for server in self._servers:
                     sessions.push_async_callback(server.session.close)
                 background = [self._supervise(server) for server in self._servers]
-                if check is not None:
-                    background.append(_every(CHECK_EVERY_S, check))
-                if hand_over is not None:
-                    background.append(_every(HAND_OVER_EVERY_S, partial(asyncio.to_thread, hand_over)))
+                calls = ((CHECK_EVERY_S, check), (HAND_OVER_EVERY_S, hand_over))
+                background += [_every(seconds, call) for seconds, call in calls if call is not None]
                 tasks = [group.create_task(work) for work in background]
                 async with asyncio.TaskGroup() as requests:
                     for index, body in enumerate(bodies):
@@ -81,20 +75,16 @@ class Dispatcher:
                 for task in tasks:
                     task.cancel()
 
-        # The usual limit is 1,024 files, of which the run has some.
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = len(self.replicas) * self.settings.max_in_flight + FILES_OF_A_RUN
-        if soft < needed and soft != resource.RLIM_INFINITY:
-            limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if most != resource.RLIM_INFINITY:  # a request in flight has a file, and the usual limit is 1,024
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         run_tasks(post_all())
 
     async def _post(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
         settings = self.settings
         try:
-            async for attempt in retrying(settings.attempts, settings.backoff_s, settings.backoff_limit_s):
-                with attempt:
-                    await self._attempt(path, body, index, read)
+            again = retrying(settings.attempts, settings.backoff_s, settings.backoff_limit_s)
+            await again(self._attempt, path, body, index, read)
         except Fault as fault:
             raise ServerError(
                 f"a request has failed {settings.attempts} times (generation.servers.attempts); the last time: {fault}"
@@ -178,7 +168,7 @@ class Dispatcher:
                 return True
             except (Fault, ServerError) as error:
                 server.last_error = str(error)
-                if isinstance(error, ServerError) and server.replica.means_health(error):
+                if server.replica.any_answer_is_health and getattr(error, "status", None) is not None:
                     return True
             if _now() - begun > self.settings.health_limit_s:
                 return server.last_answer > begun
@@ -209,7 +199,7 @@ class _ReplicaState:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.session = replica.open_session()
+        self.session = open_session(replica.key)
         self.in_flight = 0
         self.is_available = not replica.has_ended
         self.is_retired = False
@@ -221,12 +211,10 @@ class _ReplicaState:
         self.wait_s = 0.0  # seconds for which it has asked for no requests
 
 
-async def _every(seconds: float, call: Callable[[], Any]) -> None:
+async def _every(seconds: float, call: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(seconds)
-        awaitable = call()
-        if awaitable is not None:
-            await awaitable
+        await asyncio.to_thread(call)
 
 
 def _now() -> float:

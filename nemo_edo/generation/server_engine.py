@@ -109,19 +109,19 @@ class ServerEngine:
     def _body(self, request: GenerationRequest, sampling: SamplingParams) -> dict[str, Any]:
         return completion_body(self.api, self.served_model, request, sampling, self.stop_ids)
 
-    def _read(self, answer: Any, strings: StopStrings) -> tuple[Sequence[int], Sequence[float], bool]:
-        """Token ids, log-probabilities, and whether a stop token ended it. Raises Fault for a stop without reason."""
-        ids, logprobs, reason = read_answer(answer, self.served_model, self.vocab_size)
-        finished = ids[-1] in self.stop_ids
-        if reason == "stop" and not finished and strings.cut(ids)[1] is None:
-            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self.decode(ids)!r}")
-        return ids, logprobs, finished
+    def _read(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str]:
+        """Token ids, log-probabilities and finish_reason."""
+        return read_answer(answer, self.served_model, self.vocab_size)
 
     def _rollout(self, request: GenerationRequest, answer: Any, strings: StopStrings) -> Rollout:
-        """Looks for stop strings again: a server that knows them as token ids (trtllm) misses those of other tokens."""
-        ids, logprobs, finished = self._read(answer, strings)
+        """Looks for stop strings again: a server that knows them as token ids (trtllm) misses those of other tokens.
+        Raises Fault for a stop without reason."""
+        ids, logprobs, reason = self._read(answer)
+        finished = bool(ids) and ids[-1] in self.stop_ids
         spoken = ids[:-1] if finished else ids
         length, stop = strings.cut(spoken)
+        if reason == "stop" and not finished and stop is None:
+            raise Fault(f"a response that stops with neither a stop token nor a stop string: {self.decode(ids)!r}")
         finished = finished and stop is None
         kept = len(ids) if finished else length
         return Rollout(
@@ -168,7 +168,7 @@ class PlainEngine(ServerEngine):
             "seed": request.seed % 2**31,  # some endpoints take no more bits
         }
 
-    def _read(self, answer: Any, strings: StopStrings) -> tuple[Sequence[int], Sequence[float], bool]:
+    def _read(self, answer: Any) -> tuple[Sequence[int], Sequence[float], str]:
         try:
             [choice] = answer["choices"]
             text = choice["text"] if self.chats is None else choice["message"]["content"]
@@ -176,6 +176,4 @@ class PlainEngine(ServerEngine):
             ids = tuple(self.encode(text))
         except (KeyError, TypeError, ValueError) as error:
             raise Fault(f"an answer without a choice's text and finish_reason: {error!r}") from None
-        if reason == "length" or strings.cut(ids)[1] is not None:
-            return ids, (), False
-        return (*ids, self.stop_ids[0]), (), True
+        return (ids, (), "length") if reason == "length" else ((*ids, self.stop_ids[0]), (), "stop")
