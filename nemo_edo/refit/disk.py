@@ -25,7 +25,7 @@ from nemo_edo.refit.servers import (
     require_weights,
     reset_prefix_cache,
 )
-from nemo_edo.rollouts.store import free_bytes
+from nemo_edo.rollouts.store import require_room
 from nemo_edo.utils.http import ServerError
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.worker import Worker
@@ -62,7 +62,7 @@ class WeightFolders:
         return self._write(f"version_{version:05d}", Worker.export_adapters, None)
 
     def _write(self, name: str, export: Callable[..., None], *settings: Any) -> Path:
-        require_room(self.root, self._num_bytes)
+        require_room("generation.refit.folder", self.root, self._num_bytes)
         folder, unfinished = self.root / name, self.root / f"{name}.part"
         for left in (folder, unfinished):
             shutil.rmtree(left, ignore_errors=True)
@@ -75,16 +75,6 @@ class WeightFolders:
         for other in self.root.iterdir():
             if other not in (folder, self.base):
                 shutil.rmtree(other)
-
-
-def require_room(root: Path, needed: int) -> None:
-    """Raises UserError where the file system of ``root`` has fewer bytes free."""
-    free = free_bytes(root)
-    if free < needed:
-        raise UserError(
-            f"generation.refit.folder: {root} has {free / 2**30:.2f} GiB free, and a refit needs {needed / 2**30:.2f}: "
-            "free some space, or name a folder of another file system that the servers see"
-        )
 
 
 @dataclass(eq=False, repr=False)
@@ -152,24 +142,21 @@ class DiskSync:
         require_weights(replica, str(self._folder))
 
     def _try_to_push(self, replica: Replica, folder: Path) -> ServerError | None:
-        for _ in range(self.attempts):
+        for attempt in range(self.attempts + replica.is_managed):
             try:
+                if attempt == self.attempts:
+                    replica.restart(self._restart_folder(folder))
+                    self._after_restart(replica, folder)
+                    return None
                 if self.sleep is not None:
-                    self.sleep.wake_for_weights(replica)
+                    self.sleep.wake(replica, "weights")
                 self._load(replica, folder)
                 if self.sleep is not None:
-                    self.sleep.wake_for_requests(replica)
+                    self.sleep.wake(replica, "kv_cache")
                 return None
             except ServerError as error:
                 last = error
-        if not replica.is_managed:
-            return last
-        try:
-            replica.restart(self._restart_folder(folder))
-            self._after_restart(replica, folder)
-            return None
-        except ServerError as error:
-            return error
+        return last
 
     # --- what depends on the kind of server ---------------------------------------------------------------------------
 

@@ -83,10 +83,6 @@ class SleepOnTrainersGPUs:
                     "share of the GPU, split the model over more GPUs, or set generation.placement=apart"
                 )
 
-    def wake_for_weights(self, replica: Replica) -> None:
-        """Called before the weights are sent."""
-        replica.request("POST", "/wake_up", params={"tags": "weights"})
-
-    def wake_for_requests(self, replica: Replica) -> None:
-        """Called after the weights are sent."""
-        replica.request("POST", "/wake_up", params={"tags": "kv_cache"})
+    def wake(self, replica: Replica, memory: str) -> None:
+        """memory: "weights" before the weights are sent, "kv_cache" after."""
+        replica.request("POST", "/wake_up", params={"tags": memory})

@@ -15,10 +15,11 @@ from nemo_edo.errors import UserError
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.generation.servers import nccl_library
 from nemo_edo.interfaces import WeightSync
-from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync, WeightFolders, require_room
+from nemo_edo.refit.disk import AdapterSync, DiskSync, RestartSync, WeightFolders
 from nemo_edo.refit.libnccl import Communicator, Library
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.refit.servers import SleepOnTrainersGPUs
+from nemo_edo.rollouts.store import require_room
 from nemo_edo.worker.dispatch import Workers
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -40,7 +41,8 @@ def check_refit(generation: GenerationConfig, lora: LoRAConfig, model_path: str 
     if refit.lora == "adapter" and not lora.rank:
         raise UserError("generation.refit.lora is adapter, and lora.rank is 0: there are no adapters; set it to merged")
     if refit.transport == "disk" and model_path is not None:  # the built-in model is small
-        require_room(refit_root(generation, run), FOLDERS_AT_ONCE * weight_bytes(Path(model_path), dtype))
+        needed = FOLDERS_AT_ONCE * weight_bytes(Path(model_path), dtype)
+        require_room("generation.refit.folder", refit_root(generation, run), needed)
 
 
 def build_server_sync(

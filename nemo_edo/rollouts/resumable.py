@@ -67,8 +67,7 @@ class Parts:
         # A scorer that compares a problem's responses gets them together.
         together = Counter(one.problem_id for one in missing) if getattr(scorer, "by_group", False) else {}
         arrivals = StoredArrivals(self, scorer, problems, together)
-        streams = hasattr(engine, "takes_all")
-        begun = time.monotonic()
+        streams, begun = hasattr(engine, "takes_all"), time.monotonic()
         try:
             part_size = len(missing) if getattr(engine, "takes_all", False) else self.part_size
             for asked in minibatches(missing, max(1, part_size)):
@@ -77,11 +76,8 @@ class Parts:
                     self.begin_part()
                     try:
                         arrivals.add(engine.generate(asked, sampling, *([arrivals] if streams else [])))
-                    except PartlyGenerated as partly:
-                        arrivals.add(partly.responses)
-                        arrivals.finish()
-                        raise
-                    except RunStopped:
+                    except (PartlyGenerated, RunStopped) as ended:
+                        arrivals.add(getattr(ended, "responses", []))
                         arrivals.finish()
                         raise
                 self._seconds += time.monotonic() - begun
@@ -124,11 +120,10 @@ class StoredArrivals:
     def __init__(self, parts: Parts, scorer: Scorer, problems: Sequence[Problem], together: Mapping[str, int]) -> None:
         """together: for each problem whose responses wait for each other, their number. Those of a problem that lacks
         some at the end are not scored: they are generated again."""
-        self.watch, self._part_size, self._together = parts.watch, parts.part_size, together
-        self._groups: dict[str, list[Rollout]] = {}
         self.scored: dict[tuple, ScoredRollout] = {}
         """Those that are on disk, by problem and sample."""
-        self._parts, self._scorer, self._problems = parts, scorer, problems
+        self._parts, self._scorer, self._problems, self._together = parts, scorer, problems, together
+        self._groups: dict[str, list[Rollout]] = {}
         self._known: set[tuple] = set()
         self._waiting: list[list[Rollout]] = []
         self._since = time.monotonic()
@@ -137,7 +132,7 @@ class StoredArrivals:
         self._writing: list[Future] = []
 
     def alive(self) -> None:
-        self.watch.alive()
+        self._parts.watch.alive()
 
     def add(self, rollouts: Sequence[Rollout]) -> None:
         """Takes responses, of which it may have some already."""
@@ -151,15 +146,14 @@ class StoredArrivals:
                 if len(group) >= self._together.get(one.problem_id, 1):
                     self._waiting.append(self._groups.pop(one.problem_id))
             now = time.monotonic()
-            many = sum(map(len, self._waiting)) > self._part_size
+            many = sum(map(len, self._waiting)) > self._parts.part_size
             if self._waiting and (many or now > self._since + WRITTEN_EVERY_S):
                 self._since = now
-                taken = self._next_part()
-                self._writing.append(self._pool.submit(self._write, taken))
+                self._writing.append(self._pool.submit(self._write, self._next_part()))
 
     def stop_if_asked(self) -> None:
         """Raises RunStopped if the run is asked to stop, and what ended scoring or writing."""
-        self.watch.stop_if_asked()
+        self._parts.watch.stop_if_asked()
         for future in list(self._writing):
             if future.done() and future.exception() is not None:
                 future.result()
@@ -178,19 +172,19 @@ class StoredArrivals:
     def _next_part(self) -> list[Rollout]:
         """At most ``part_size`` of those that wait, but all that belong together."""
         taken: list[Rollout] = []
-        while self._waiting and (not taken or len(taken) + len(self._waiting[0]) <= self._part_size):
+        while self._waiting and (not taken or len(taken) + len(self._waiting[0]) <= self._parts.part_size):
             taken += self._waiting.pop(0)
         return taken
 
     def _write(self, rollouts: Sequence[Rollout]) -> None:
-        require_version(rollouts, self._parts.iteration, self._parts.versions, "the engine")
-        gave_up = None
+        parts, gave_up = self._parts, None
+        require_version(rollouts, parts.iteration, parts.versions, "the engine")
         try:
             scored = self._scorer.score(rollouts, self._problems)
         except PartlyGenerated as partly:
             scored, gave_up = partly.responses, partly
         if scored:
-            self._parts.store.write_part(self._parts.iteration, scored)
+            parts.store.write_part(parts.iteration, scored)
         self.scored |= {_key(item.rollout): item for item in scored}
         if gave_up is not None:
             raise gave_up

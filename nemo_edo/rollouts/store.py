@@ -7,8 +7,7 @@ several ranks, which are read as well. While an iteration's responses are genera
 ``RUN/scores/ARM/NAME/sampled.parquet`` has what a reward model gave to each step of the responses in
 ``RUN/evaluations/ARM/sampled``, and ``greedy.parquet`` to the greedy ones; their parts are in ``sampled.parts``. Every
 file says what made the scores, and has a checksum of the scored responses: scores of other responses are never mistaken
-for theirs.
-"""
+for theirs."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,55 +58,78 @@ _SCHEMA = pa.schema(
 _SCORE_FIELDS = ("reward", "answer", "well_formed", "reason", "parts", "success_at")
 _ADDED = {"parts": [], "success_at": ScoredRollout.success_at, "routed_experts": b""}
 """Columns that files of earlier versions lack, with what a row of these has in them."""
-_FULL = (errno.ENOSPC, errno.EDQUOT)
-_SHARD_NAME = re.compile(r"rank_(\d+)_of_(\d+)\.parquet")
-_TOKENIZER = b"nemo_edo.tokenizer"
+_TOKENIZER = "nemo_edo.tokenizer"
 """The key of the file's metadata that names the tokenizer of its token ids."""
-
-
 DAMAGED = (pa.ArrowException, OSError, UnicodeDecodeError)
-
-
-def write_table(path: Path, table: pa.Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        pq.write_table(table, file, compression="zstd", write_page_checksum=True)
 
 
 class PartedTable:
     """``path``, or while its rows are made, the finished ones in ``parts``/part_00000.parquet and so on.
-
-    The metadata of every file names what made its rows. advice: what to do with a damaged file.
-    """
+    The metadata of every file names what made its rows. advice: what to do with a damaged file."""
 
     def __init__(self, path: Path, parts: Path, schema: pa.Schema, advice: str) -> None:
         self.path, self.parts = path, parts
         self._schema, self._advice = schema, advice
 
-    def write(self, rows: Sequence[Mapping[str, Any]], metadata: Mapping[str, str]) -> Path:
-        """Writes all rows, and removes the parts."""
-        write_table(self.path, pa.Table.from_pylist(list(rows), schema=self._schema.with_metadata(metadata)))
+    def write(self, rows: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]) -> Path:
+        """Writes all rows, and removes the parts; a reader sees the whole file or none. Raises UserError if the disk or
+        the quota is full, and any other OSError as it is."""
+        self._write(self.path, rows, metadata)
         shutil.rmtree(self.parts, ignore_errors=True)
         return self.path
 
-    def write_part(self, rows: Sequence[Mapping[str, Any]], metadata: Mapping[str, str]) -> None:
-        numbered = (self.parts / f"part_{number:05d}.parquet" for number in itertools.count())
-        path = next(path for path in numbered if not path.exists())
-        write_table(path, pa.Table.from_pylist(list(rows), schema=self._schema.with_metadata(metadata)))
+    def write_part(self, rows: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]) -> Path:
+        """Writes the next part, in whole or not at all; errors as of ``write``."""
+        return self._write(next(path for path in self._numbered() if not path.exists()), rows, metadata)
 
     def files(self) -> list[Path]:
         return [self.path] if self.path.is_file() else sorted(self.parts.glob("part_*.parquet"))
 
+    def first_parts(self) -> list[Path]:
+        """The parts up to the first that is missing."""
+        return list(itertools.takewhile(Path.is_file, self._numbered()))
+
+    def open(self, path: Path, added: Collection[str] = ()) -> tuple[pq.ParquetFile, dict[str, str]]:
+        """A file and its metadata. Raises UserError where it is damaged or lacks a column, but for ``added`` ones."""
+        with self.readable(path):
+            file = pq.ParquetFile(path, page_checksum_verification=True)
+            names = file.schema_arrow.names
+            missing = [name for name in self._schema.names if name not in added and name not in names]
+            if missing:
+                raise pa.ArrowInvalid(f"it has no column {missing[0]}; its columns: {', '.join(names)}")
+            metadata = file.schema_arrow.metadata or {}
+            return file, {key.decode(): value.decode() for key, value in metadata.items()}
+
     def read(self, path: Path) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """The rows and the metadata of a file. Raises UserError where it is damaged or another table's."""
+        """The rows and the metadata of a file; errors as of ``open``."""
+        file, metadata = self.open(path)
+        with self.readable(path):
+            return file.read(self._schema.names).to_pylist(), metadata
+
+    @contextmanager
+    def readable(self, path: Path) -> Iterator[None]:
+        """Raises UserError where the file turns out to be damaged inside the block."""
         try:
-            table = pq.ParquetFile(path, page_checksum_verification=True).read()
-            if table.schema.names != self._schema.names:
-                raise pa.ArrowInvalid(f"its columns are {', '.join(table.schema.names)}")
-            metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-            return table.to_pylist(), metadata
+            yield
         except DAMAGED as error:
             raise UserError(f"{path}: is not a readable Parquet file of this kind ({error}); {self._advice}") from error
+
+    def _numbered(self) -> Iterator[Path]:
+        return (self.parts / f"part_{number:05d}.parquet" for number in itertools.count())
+
+    def _write(self, path: Path, rows: Iterable[Mapping[str, Any]], metadata: Mapping[str, str]) -> Path:
+        table = pa.Table.from_pylist(list(rows), schema=self._schema.with_metadata(metadata))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as file:
+                pq.write_table(table, file, compression="zstd", write_page_checksum=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise UserError(
+                f"{path.parent}: no space left for {len(table)} rows; free some space and rerun the command to resume"
+            ) from error
+        return path
 
 
 class RolloutStore:
@@ -115,118 +138,78 @@ class RolloutStore:
     pandas and DuckDB read the files as they are. Log-probabilities are kept in float32, seeds must fit in int64.
 
     tokenizer: the identity of the one that the token ids belong to (``tokenizer_identity``). It is written into every
-    file, and a file that names another one is not read.
-    """
+    file, and a file that names another one is not read."""
 
     def __init__(self, folder: str | Path, *, tokenizer: str | None = None) -> None:
         self.folder = Path(folder)
         self.tokenizer = tokenizer
+        self._metadata = {} if tokenizer is None else {_TOKENIZER: tokenizer}
 
     def write(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
-        """Writes the iteration's file and returns its path; a reader sees the whole file or none.
-
-        Raises UserError if the disk or the quota is full, and any other OSError as it is.
-        """
-        folder = self._iteration_folder(iteration)
-        path = folder / "rank_0_of_1.parquet"
-        self._write(path, iteration, scored)
-        shutil.rmtree(folder / "parts", ignore_errors=True)  # the shard has them all
-        return path
+        """Writes the iteration's file, in the place of its parts, and returns its path; as ``PartedTable.write``."""
+        return self._table(iteration).write(map(_row, scored), self._metadata)
 
     def write_part(self, iteration: int, scored: Sequence[ScoredRollout]) -> Path:
-        """Writes the next part of an iteration that is being generated, in whole or not at all; errors as of
-        ``write``."""
-        number = len(self._part_files(iteration))
-        path = self._iteration_folder(iteration) / "parts" / f"part_{number:05d}.parquet"
-        self._write(path, iteration, scored)
-        return path
+        """Writes the next part of an iteration that is being generated; as ``PartedTable.write_part``."""
+        return self._table(iteration).write_part(map(_row, scored), self._metadata)
 
     def stored(self, iteration: int) -> list[ScoredRollout]:
         """The iteration's responses on disk so far, in the order in which they were written: its shards, otherwise its
         parts up to the first that is missing, otherwise nothing. Errors as of ``read``."""
-        folder = self._iteration_folder(iteration)
-        if any(_SHARD_NAME.fullmatch(path.name) for path in folder.glob("*.parquet")):
-            paths = self._shards(iteration)
-        else:
-            paths = self._part_files(iteration)
-        return [row for path in paths for row in self._read_rows(path)]
+        has_shards = any(self._iteration_folder(iteration).glob("rank_*_of_*.parquet"))
+        paths = self._shards(iteration) if has_shards else self._table(iteration).first_parts()
+        return [row for path in paths for row in self._read_rows(iteration, path)]
 
     def require(self, iterations: int) -> None:
         """Raises UserError unless the shards of iterations 0 to ``iterations`` - 1 are there, with readable metadata
         and this store's tokenizer."""
         for iteration in range(iterations):
             for path in self._shards(iteration):
-                self._open(path)
+                self._open(iteration, path)
 
     def read(self, iteration: int) -> list[ScoredRollout]:
         """All ranks' rollouts, sorted by (problem_id, sample_index).
-
-        Raises UserError if a shard is missing, damaged or of another tokenizer, or has another number of ranks.
-        """
-        scored = [row for path in self._shards(iteration) for row in self._read_rows(path)]
+        Raises UserError if a shard is missing, damaged or of another tokenizer, or has another number of ranks."""
+        scored = [row for path in self._shards(iteration) for row in self._read_rows(iteration, path)]
         return sorted(scored, key=lambda one: (one.rollout.problem_id, one.rollout.sample_index))
 
     def read_table(self, iteration: int, columns: Sequence[str]) -> pa.Table:
         """Some columns of all ranks' rollouts, in the order in which they were written; errors as of ``read``."""
-        return pa.concat_tables([self._read(path, columns) for path in self._shards(iteration)])
+        return pa.concat_tables([self._read(iteration, path, columns) for path in self._shards(iteration)])
 
     def lost(self, iterations: Iterable[int]) -> list[Path]:
-        """The files that are damaged, and the folders that lack one, of complete iterations."""
+        """The first damaged file of each complete iteration that has one, or its folder where that lacks one."""
         found = []
         for iteration in iterations:
+            path = self._iteration_folder(iteration)
             try:
-                paths = self._shards(iteration)
+                for path in self._shards(iteration):
+                    self._read(iteration, path)
             except UserError:
-                found.append(self._iteration_folder(iteration))
-                continue
-            for path in paths:
-                try:
-                    self._read(path)
-                except UserError:
-                    found.append(path)
+                found.append(path)
         return found
 
     def _iteration_folder(self, iteration: int) -> Path:
         return self.folder / f"iter_{iteration:05d}"
 
-    def _part_files(self, iteration: int) -> list[Path]:
-        folder = self._iteration_folder(iteration) / "parts"
-        return list(itertools.takewhile(Path.is_file, (folder / f"part_{n:05d}.parquet" for n in itertools.count())))
+    def _table(self, iteration: int) -> PartedTable:
+        folder, advice = self._iteration_folder(iteration), "delete it to generate its rollouts again"
+        return PartedTable(folder / "rank_0_of_1.parquet", folder / "parts", _SCHEMA, advice)
 
     def _shards(self, iteration: int) -> list[Path]:
         folder = self._iteration_folder(iteration)
-        names = [match for path in folder.glob("*.parquet") if (match := _SHARD_NAME.fullmatch(path.name))]
-        world_sizes = sorted({int(match[2]) for match in names})
-        if not names:
-            raise UserError(f"{folder}: has no rollouts, expected rank_0_of_N.parquet; restore it from a copy")
-        if len(world_sizes) > 1:
-            raise UserError(f"{folder}: has shards of runs with {world_sizes} ranks; delete the folder's stale ones")
-        missing = sorted(set(range(world_sizes[0])) - {int(match[1]) for match in names})
-        if missing:
+        found = {path.name for path in folder.glob("rank_*_of_*.parquet")}
+        names = [f"rank_{rank}_of_{len(found)}.parquet" for rank in range(len(found))]
+        if not found or found != set(names):
             raise UserError(
-                f"{folder}: the shards of ranks {missing} of {world_sizes[0]} are missing; restore them from a copy"
+                f"{folder}: has {', '.join(sorted(found)) or 'no rollouts'}, expected rank_0_of_N.parquet to "
+                "rank_(N-1)_of_N.parquet; restore missing ones from a copy, delete those of another number of ranks"
             )
-        return [folder / f"rank_{rank}_of_{world_sizes[0]}.parquet" for rank in range(world_sizes[0])]
+        return [folder / name for name in names]
 
-    def _write(self, path: Path, iteration: int, scored: Sequence[ScoredRollout]) -> None:
-        schema = _SCHEMA if self.tokenizer is None else _SCHEMA.with_metadata({_TOKENIZER: self.tokenizer})
-        rows = []
-        for one in scored:
-            row = {**vars(one.rollout), **{name: getattr(one, name) for name in _SCORE_FIELDS}}
-            rows.append(row | {name: np.asarray(row[name]) for name in ("response_ids", "response_logprobs")})
-        try:
-            write_table(path, pa.Table.from_pylist(rows, schema=schema))
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            raise UserError(
-                f"{path.parent}: no space left for {len(scored)} rollouts of iteration {iteration}; "
-                "free some space and resume the run"
-            ) from error
-
-    def _read_rows(self, path: Path) -> Iterator[ScoredRollout]:
-        table, prompts = self._read(path), {}
-        try:
+    def _read_rows(self, iteration: int, path: Path) -> Iterator[ScoredRollout]:
+        table, prompts = self._read(iteration, path), {}
+        with self._table(iteration).readable(path):
             for batch in table.to_batches(max_chunksize=64):  # Python's numbers are many times as large as Arrow's
                 for row in batch.to_pylist():
                     prompt = tuple(row["prompt_ids"])
@@ -234,35 +217,27 @@ class RolloutStore:
                     scores = {name: row.pop(name) for name in _SCORE_FIELDS}
                     scores["parts"] = dict(scores["parts"])
                     yield ScoredRollout(Rollout(**row), **scores)
-        except DAMAGED as error:
-            raise _damaged(path) from error
 
-    def _read(self, path: Path, columns: Sequence[str] = _SCHEMA.names) -> pa.Table:
+    def _read(self, iteration: int, path: Path, columns: Sequence[str] = _SCHEMA.names) -> pa.Table:
         """The columns, with those that a file of an earlier version lacks."""
-        file = self._open(path)
-        try:
+        file = self._open(iteration, path)
+        with self._table(iteration).readable(path):
             table = file.read([name for name in columns if name in file.schema_arrow.names])
-        except DAMAGED as error:
-            raise _damaged(path) from error
         for name in set(columns) - set(table.column_names):
             table = table.append_column(_SCHEMA.field(name), [[_ADDED[name]] * len(table)])
         return table.select(list(columns))
 
-    def _open(self, path: Path) -> pq.ParquetFile:
-        try:
-            file = pq.ParquetFile(path, page_checksum_verification=True)
-        except DAMAGED as error:
-            raise _damaged(path) from error
-        there = (file.schema_arrow.metadata or {}).get(_TOKENIZER)
-        if there is not None and self.tokenizer is not None and there.decode() != self.tokenizer:
-            raise UserError(
-                f"{path}: has token ids of another tokenizer: {there.decode()}; this run's is {self.tokenizer}"
-            )
-        names = file.schema_arrow.names
-        missing = [name for name in _SCHEMA.names if name not in _ADDED and name not in names]
-        if missing:
-            raise UserError(f"{path}: has no column {missing[0]}; its columns: {', '.join(names)}")
+    def _open(self, iteration: int, path: Path) -> pq.ParquetFile:
+        file, metadata = self._table(iteration).open(path, added=_ADDED)
+        there = metadata.get(_TOKENIZER)
+        if there is not None and self.tokenizer is not None and there != self.tokenizer:
+            raise UserError(f"{path}: has token ids of another tokenizer: {there}; this run's is {self.tokenizer}")
         return file
+
+
+def _row(scored: ScoredRollout) -> dict[str, Any]:
+    row = {**vars(scored.rollout), **{name: getattr(scored, name) for name in _SCORE_FIELDS}}
+    return row | {name: np.asarray(row[name]) for name in ("response_ids", "response_logprobs")}
 
 
 def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -274,9 +249,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def estimate_bytes(num_rollouts: int, max_prompt: int, max_response: int) -> int:
     """An upper bound, in bytes, of the disk space of rollouts with the given lengths in tokens.
-
-    Ids and log-probabilities take 4 bytes each; 8 bytes of text per token are generous; compression is left out.
-    """
+    Ids and log-probabilities take 4 bytes each; 8 bytes of text per token are generous; compression is left out."""
     per_rollout = 4 * max_prompt + (4 + 4 + 8) * max_response + 256
     file_overhead = 32 * 1024
     return num_rollouts * per_rollout + file_overhead
@@ -288,22 +261,15 @@ def free_bytes(folder: str | Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def check_disk_space(folder: str | Path, needed_bytes: int) -> None:
-    """Raises UserError if the file system of ``folder`` (which need not exist yet) has less space free."""
-    folder, free = Path(folder).absolute(), free_bytes(folder)
-    if free < needed_bytes:
+def require_room(setting: str, folder: str | Path, needed: int) -> None:
+    """Raises UserError if the file system of ``folder`` (which need not exist yet) has fewer bytes free. setting: the
+    key of the config that chooses the folder."""
+    free = free_bytes(folder)
+    if free < needed:
         raise UserError(
-            f"{folder}: needs {_size(needed_bytes)} for rollouts but has {_size(free)} free; "
-            "free some space, or set output_dir to another file system"
+            f"{setting}: {Path(folder).absolute()} needs {needed / 2**30:.3g} GiB and has {free / 2**30:.3g} GiB free; "
+            f"free some space, or set {setting} to a folder of another file system"
         )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _damaged(path: Path) -> UserError:
-    return UserError(f"{path}: is not a readable Parquet file; delete it to generate its rollouts again")
 
 
 # --- scores of stored responses ---------------------------------------------------------------------------------------
@@ -331,10 +297,8 @@ class StepScores:
 
 class ScoreStore:
     """The scores that one reward model gave to one arm's responses: the folder ``RUN/scores/ARM/NAME``.
-
     kind: "greedy" or "sampled". rollouts: ``rollouts_checksum`` of the responses. made_by: the folder or the URL of the
-    reward model.
-    """
+    reward model."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -347,10 +311,8 @@ class ScoreStore:
 
     def scored(self, kind: str, *, rollouts: str, made_by: str) -> dict[Key, StepScores]:
         """What there is already: everything, or the parts.
-
         Raises UserError where it was made by another model. Scores of other responses count as nothing: they are of an
-        earlier evaluation.
-        """
+        earlier evaluation."""
         found: dict[Key, StepScores] = {}
         for file in self._table(kind).files():
             scores, its_rollouts, its_maker = self._read(kind, file)
@@ -363,8 +325,7 @@ class ScoreStore:
         return found
 
     def read(self, kind: str) -> tuple[dict[Key, StepScores], str]:
-        """The scores of all responses of a kind, and the checksum of these. Raises UserError where they are missing or
-        damaged."""
+        """The scores of all responses of a kind, and these' checksum. UserError where they are missing or damaged."""
         path = self._table(kind).path
         if not path.is_file():
             raise UserError(f"{path} is missing or not finished: score the run, which resumes")

@@ -31,7 +31,7 @@ from nemo_edo.evaluation.results import START
 from nemo_edo.interfaces import Scorer
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
-from nemo_edo.rollouts.store import check_disk_space, estimate_bytes
+from nemo_edo.rollouts.store import estimate_bytes, require_room
 from nemo_edo.run.made_from import MadeFrom, files_below
 from nemo_edo.run.problems import RunProblems, read_problems
 from nemo_edo.run_folder import RunFolder
@@ -188,7 +188,7 @@ def load_checked_data(
         problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
         iteration = size(problems * cfg.sampling.samples_per_prompt)
         needed += (short + final) * evaluation + arm.iterations * iteration
-    check_disk_space(run.path, needed)
+    require_room("output_dir", run.path, needed)
     return data
 
 

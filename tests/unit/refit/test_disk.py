@@ -86,14 +86,7 @@ def test_a_managed_server_that_fails_is_retried_and_in_the_end_restarted(sync_of
     assert server.weights == server.version == str(server.model_folder) and server.starts == starts
 
 
-def test_a_refit_that_no_server_takes_is_an_error_and_leaves_the_version(sync_of):
-    engine, sync = sync_of(ScriptedReplica(faults={"/collective_rpc": 3}, cannot_start=True))
-    with pytest.raises(ServerError, match="no server has taken the weights"):
-        sync.push(1)
-    assert engine.policy_version == 0
-
-
-def test_an_unmanaged_server_that_does_not_take_the_weights_is_excluded_until_it_takes_some(sync_of):
+def test_a_server_that_does_not_take_the_weights_is_excluded_until_it_takes_some_and_one_has_to_take_them(sync_of):
     good = ScriptedReplica("server 0")
     bad = ScriptedReplica("server 1", is_managed=False, faults={"/collective_rpc": 3})
     engine, sync = sync_of(good, bad)
@@ -102,6 +95,10 @@ def test_an_unmanaged_server_that_does_not_take_the_weights_is_excluded_until_it
     assert engine.replicas == [good]
     sync.push(2)
     assert engine.replicas == [good, bad] and bad.version == good.version
+    good.faults, bad.faults, good.cannot_start = {"/collective_rpc": 3}, {"/collective_rpc": 3}, True
+    with pytest.raises(ServerError, match="no server has taken the weights"):
+        sync.push(3)
+    assert engine.policy_version == 2
 
 
 def test_a_restarted_server_gets_the_current_weights_before_requests(sync_of):

@@ -6,7 +6,8 @@ import pytest
 
 from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.errors import UserError
-from nemo_edo.refit import disk, setup
+from nemo_edo.refit import setup
+from nemo_edo.rollouts import store
 
 VLLM = ["generation.backend=vllm"]
 CORRECTED = "grpo.sampler_correction=tis"
@@ -26,10 +27,10 @@ def test_a_file_system_without_room_for_two_versions_is_refused(tmp_path, tiny_q
     files = sum(file.stat().st_size for file in tiny_qwen2.glob("*.safetensors"))
     assert size == pytest.approx(files, rel=0.05)
     given = cfg.generation, cfg.lora, cfg.model.path, "fp32", tmp_path / "run"
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 2 * size - 1)
+    monkeypatch.setattr(store, "free_bytes", lambda folder: 2 * size - 1)
     with pytest.raises(UserError, match=f"generation.refit.folder: {tmp_path}"):
         setup.check_refit(*given)
-    monkeypatch.setattr(disk, "free_bytes", lambda folder: 2 * size)
+    monkeypatch.setattr(store, "free_bytes", lambda folder: 2 * size)
     setup.check_refit(*given)
 
 

@@ -73,13 +73,15 @@ def ask(store: RolloutStore, engine, requests=REQUESTS, *, part_size: int = 3, v
     return parts.responses(requests, engine, scorer, None, [])
 
 
-def test_a_killed_generation_loses_one_part_at_most_and_ends_as_one_that_was_not(tmp_path):
+def test_a_killed_generation_loses_one_part_at_most_ends_as_one_that_was_not_and_is_not_repeated(tmp_path):
     whole = ask(RolloutStore(tmp_path / "whole"), Engine())
     store = RolloutStore(tmp_path / "killed")
     with pytest.raises(Killed):
         ask(store, Engine(killed_in=2))
     engine = Engine()
     assert ask(store, engine) == whole
+    store.write(ITERATION, whole)
+    assert ask(store, engine, part_size=4) == whole
     assert engine.parts == [["p-6"]]
 
 
@@ -126,13 +128,6 @@ def test_a_scorer_that_fails_meanwhile_ends_the_generation(tmp_path, monkeypatch
 
     with pytest.raises(UserError, match="no such rule"):
         ask(RolloutStore(tmp_path), Patient(), scorer=SimpleNamespace(score=fail))
-
-
-def test_a_complete_iteration_is_not_generated_again(tmp_path):
-    store, engine = RolloutStore(tmp_path), Engine()
-    whole = ask(store, Engine())
-    store.write(ITERATION, whole)
-    assert ask(store, engine, part_size=4) == whole and engine.parts == []
 
 
 @pytest.mark.parametrize(("changed", "told"), [

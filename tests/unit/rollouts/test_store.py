@@ -60,8 +60,8 @@ def write_shard(store, rollouts, rank: int, world_size: int) -> None:
 
 @pytest.mark.parametrize(("shards", "message"), [
     ([], "iter_00003: has no rollouts"),
-    ([(0, 3), (2, 3)], r"iter_00003: the shards of ranks \[1\] of 3 are missing"),
-    ([(0, 2), (0, 1)], r"iter_00003: has shards of runs with \[1, 2\] ranks"),
+    ([(0, 3), (2, 3)], r"iter_00003: has rank_0_of_3.parquet, rank_2_of_3.parquet"),
+    ([(0, 2), (0, 1)], r"iter_00003: has rank_0_of_1.parquet, rank_0_of_2.parquet"),
 ])
 def test_shards_that_do_not_make_one_iteration_are_an_error(tmp_path, shards, message: str):
     """Each is (rank, world size)."""

@@ -181,5 +181,5 @@ def test_a_disk_without_room_for_all_arms_and_iterations_is_reported_before_the_
     free = rollouts * tokens * 4 * compose_run("quickstart", []).grpo.iterations  # the ids alone, of one arm
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(Path(path)) or SimpleNamespace(free=free))
     message = error_of(tmp_path)
-    assert re.match(f"{tmp_path / 'runs' / 'a'}: needs .* for rollouts but has .* free", message)
+    assert re.match(f"output_dir: {tmp_path / 'runs' / 'a'} needs .* and has .* free", message)
     assert set(asked) == {tmp_path}  # the nearest folder that exists
