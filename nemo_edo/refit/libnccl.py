@@ -1,10 +1,7 @@
 """NVIDIA's NCCL by ctypes: the few functions that a refit calls, as vLLM's own wrapper has them
-(``vllm/distributed/device_communicators/pynccl_wrapper.py``).
-
-torch's Python binding cannot make a communicator (``torch.cuda.nccl.init_rank`` fails since Python 3.10), and NCCL
-refuses ranks of different versions: the trainer loads the library of the servers' environment, whatever torch has.
-Communicators are non-blocking (nccl.h, ``ncclConfig_t``), so that a rank that dies costs an error and not the run.
-"""
+(``vllm/distributed/device_communicators/pynccl_wrapper.py``): torch's Python binding cannot make a communicator
+(``torch.cuda.nccl.init_rank`` fails since Python 3.10). Communicators are non-blocking (nccl.h, ``ncclConfig_t``), so
+that a rank that dies costs an error and not the run."""
 
 from __future__ import annotations
 
@@ -57,13 +54,9 @@ _FUNCTIONS: dict[str, tuple] = {  # argument types; each returns an ``ncclResult
 
 
 class Library:
-    """The ``libnccl.so.2`` of the servers' environment, for both ends of a refit.
-
+    """The ``libnccl.so.2`` of the servers' environment, for both ends of a refit (vLLM loads it by VLLM_NCCL_SO_PATH).
     NCCL compares versions within a communicator and refuses ranks that differ (``src/init.cc``: "Mismatched NCCL
-    version detected"); two communicators of a process may belong to two versions of the library. torch's has the
-    trainer's ranks alone, and a refit's has the first of them and the servers' workers, who all load this file (vLLM by
-    VLLM_NCCL_SO_PATH). So torch may have any version.
-    """
+    version detected"); two communicators of a process may belong to two versions, so torch may have any."""
 
     def __init__(self, path: str | Path) -> None:
         """Raises NCCLError where the file is not NCCL, or older than 2.14."""

@@ -3,8 +3,7 @@
 Megatron-Bridge streams the weights under Hugging Face's names, one at a time, gathered from the ranks that share it;
 the first rank packs them into buckets. No process has a second copy of the whole model, and no host any of it. The
 servers' side is vLLM's (``vllm.distributed.weight_transfer``, read at 0.33): the trainer sends them an NCCL unique id
-and the size of a bucket, and then the names, types and shapes.
-"""
+and the size of a bucket, and then the names, types and shapes."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class NCCLSync:
     bucket_bytes: int  # a bucket ends with the weight that exceeds it
 
     def __post_init__(self) -> None:
-        self._buckets: list[int] = []  # bytes of each
+        self._sizes: list[int] = []  # bytes of each weight
         self._version: int | None = None
         self._described: dict[str, list] | None = None
         """vLLM's NCCLWeightTransferUpdateInfo: the weights in the order in which they are sent."""
@@ -70,19 +69,19 @@ class NCCLSync:
                 sizes.append(weight.nbytes)
 
             self.workers.call(Worker.stream_weights, own=describe)
-            self._described, self._buckets = described, bucket_sizes(sizes, self.bucket_bytes)
+            self._described, self._sizes = described, sizes
         begin = time.monotonic()
         for attempt in range(1, self.attempts + 1):
             try:
                 with ThreadPoolExecutor(max_workers=len(self.engine.replicas)) as pool:
-                    self._try_to_push(f"{self.name}/{version}", pool)
+                    buckets = self._try_to_push(f"{self.name}/{version}", pool)
                 break
             except ServerError as error:
                 if attempt == self.attempts:
                     raise ServerError(f"no refit in {attempt} attempts: {error}") from error
         logger.info(
             "refit %d: %.2f GB in %d buckets to %d servers in %.1f s",
-            version, sum(self._buckets) / 1e9, len(self._buckets), len(self.engine.replicas), time.monotonic() - begin,
+            version, sum(self._sizes) / 1e9, buckets, len(self.engine.replicas), time.monotonic() - begin,
         )  # fmt: skip
         self.engine.policy_version = self._version = version
 
@@ -97,8 +96,8 @@ class NCCLSync:
         """``ServedWeights``."""
         require_weights(replica, f"{self.name}/{self.engine.policy_version}")
 
-    def _try_to_push(self, label: str, pool: ThreadPoolExecutor) -> None:
-        """One attempt. After a ServerError no server has an update open, or waits in NCCL, but those at URLs."""
+    def _try_to_push(self, label: str, pool: ThreadPoolExecutor) -> int:
+        """Returns how many buckets. After a ServerError no server of the run has an update open or waits in NCCL."""
         replicas, limit_s = self.engine.replicas, self.limit_s
         answers: list[Future] = []  # pending, to the last call; the trainer continues meanwhile
 
@@ -139,7 +138,7 @@ class NCCLSync:
             for replica in replicas:
                 replica.request("POST", "/start_weight_update", timeout_s=limit_s)
             ask("/update_weights", [{"update_info": self._described}] * len(replicas))
-            self._broadcast_all(raise_failures)
+            buckets = self._broadcast_all(raise_failures)
             wait(answers)
             raise_failures()
             for replica in replicas:
@@ -147,25 +146,45 @@ class NCCLSync:
                 replica.request("POST", "/finish_weight_update", json=body, timeout_s=limit_s)
                 reset_prefix_cache(replica)
                 require_weights(replica, label)
+            return buckets
         except ServerError:
             self._give_up(replicas, answers)
             raise
 
-    def _broadcast_all(self, raise_failures: Callable[[], None]) -> None:
-        """Sends the current weights. No rank leaves the export early: the others would wait for it."""
+    def _broadcast_all(self, raise_failures: Callable[[], None]) -> int:
+        """Sends the current weights; returns the number of buckets. vLLM's workers cut what arrives by the same rule
+        (``packed_nccl_broadcast_consumer``): a bucket ends with the weight that exceeds ``bucket_bytes``. All share the
+        memory of one. No rank leaves the export early: the others would wait for it."""
         errors: list[ServerError] = []
-        packer = _Packer(self._buckets)
+        memory: Tensor | None = None
+        buckets = filled = 0
 
-        def send(_: str, weight: Tensor) -> None:
-            if not errors and (bucket := packer.add(weight)) is not None:
-                try:
-                    self._group.broadcast(bucket, raise_failures)
-                except ServerError as error:
-                    errors.append(error)
+        def send_bucket() -> None:
+            nonlocal buckets, filled
+            try:
+                self._group.broadcast(memory[:filled], raise_failures)
+            except ServerError as error:
+                errors.append(error)
+            buckets, filled = buckets + 1, 0
 
-        self.workers.call(Worker.stream_weights, own=send)
+        def pack(_: str, weight: Tensor) -> None:
+            nonlocal memory, filled
+            if errors:
+                return
+            if memory is None:
+                most = min(sum(self._sizes), self.bucket_bytes + max(self._sizes))
+                memory = torch.empty(most, dtype=torch.uint8, device=weight.device)
+            begin, filled = filled, filled + weight.nbytes
+            memory[begin:filled] = weight.contiguous().view(-1).view(torch.uint8)
+            if filled > self.bucket_bytes:
+                send_bucket()
+
+        self.workers.call(Worker.stream_weights, own=pack)
+        if filled and not errors:
+            send_bucket()
         if errors:
             raise errors[0]
+        return buckets
 
     def _give_up(self, replicas: Sequence[Replica], answers: Sequence[Future]) -> None:
         """Leaves the group. The run's servers that still wait in NCCL are stopped; the next attempt restarts them."""
@@ -179,37 +198,3 @@ class NCCLSync:
                     replica.request("POST", "/finish_weight_update", timeout_s=self.limit_s)
             elif replica.is_managed:
                 replica.stop()
-
-
-def bucket_sizes(weights: Sequence[int], most: int) -> list[int]:
-    """The bytes of each bucket, from those of the weights in their order. vLLM's workers cut what arrives by the same
-    rule (``packed_nccl_broadcast_consumer``): a bucket ends with the weight that exceeds ``most``."""
-    buckets = [0]
-    for size in weights:
-        if buckets[-1] > most:
-            buckets.append(0)
-        buckets[-1] += size
-    return buckets
-
-
-class _Packer:
-    """Copies weights into one bucket's memory, which all buckets of a refit share."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes, self._most = iter(sizes), max(sizes)
-        self._memory: Tensor | None = None
-        self._bucket: Tensor | None = None
-        self._filled = 0
-
-    def add(self, weight: Tensor) -> Tensor | None:
-        """The bucket, where the weight completes it."""
-        if self._memory is None:
-            self._memory = torch.empty(self._most, dtype=torch.uint8, device=weight.device)
-        if self._bucket is None:
-            self._bucket, self._filled = self._memory[: next(self._sizes)], 0
-        place, self._filled = self._filled, self._filled + weight.nbytes
-        self._bucket[place : self._filled] = weight.contiguous().view(-1).view(torch.uint8)
-        if self._filled < len(self._bucket):
-            return None
-        full, self._bucket = self._bucket, None
-        return full

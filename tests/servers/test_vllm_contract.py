@@ -19,7 +19,7 @@ from nemo_edo.generation.server_api import COMPLETIONS, HEALTH, MODELS, VLLM, co
 from nemo_edo.megatron import platform
 from nemo_edo.refit.disk import AdapterSync, DiskSync
 from nemo_edo.refit.libnccl import Library
-from nemo_edo.refit.nccl import NCCLSync, _Packer, bucket_sizes
+from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.refit.servers import SleepOnTrainersGPUs
 from nemo_edo.reward_models import vllm_pooling
 from nemo_edo.reward_models.formats import Encoded
@@ -55,8 +55,8 @@ def calls_of_refits(folder: Path) -> list[tuple]:
         servers[0].adapters = {"another": "adapter"}
     sleep = SleepOnTrainersGPUs(0, SimpleNamespace(call=lambda work: [[0]]))
     sleep.begin(servers[1:2])
-    sleep.wake_for_weights(servers[1])
-    sleep.wake_for_requests(servers[1])
+    sleep.wake(servers[1], "weights")
+    sleep.wake(servers[1], "kv_cache")
     servers[2].faults = {"/start_weight_update": 1}
     library = Library(nccl_stub.build(folder))
     servers[2].link = nccl_stub.Workers(library, 60.0)
@@ -127,8 +127,13 @@ def test_vllms_own_consumer_finds_the_bits_of_every_weight_in_our_buckets(vllm_e
         "number": torch.tensor(0.5), "large": torch.randn(9, 9), "odd": torch.randn(5).bfloat16(),
         "fp8": torch.randn(3).to(torch.float8_e4m3fn),
     }  # fmt: skip
-    packer = _Packer(bucket_sizes([weight.nbytes for weight in weights.values()], most))
-    sent = iter([bucket.clone() for weight in weights.values() if (bucket := packer.add(weight)) is not None])
+    trainer = SimpleNamespace(call=lambda work, own: [own(name, weight) for name, weight in weights.items()])
+    sync = NCCLSync(SimpleNamespace(), trainer, None, name="run", attempts=1, limit_s=1.0, bucket_bytes=most)
+    sync._sizes = [weight.nbytes for weight in weights.values()]
+    buckets = []
+    sync._group = SimpleNamespace(broadcast=lambda bucket, check: buckets.append(bucket.clone()))
+    assert sync._broadcast_all(lambda: None) == len(buckets)
+    sent = iter(buckets)
     received: dict[str, torch.Tensor] = {}
 
     def broadcast(bucket: torch.Tensor, src: int) -> None:
