@@ -3,8 +3,7 @@
 A call is a function of ``Worker``, which goes by its name, and its arguments; tensors go as raw bytes. The controller
 sends a call to all other ranks, executes rank 0's part itself, since the model's collectives need it, and then collects
 the answers. Sockets and not a process group carry them: waiting takes no CPU time, has no limit, and ends when the
-other process does.
-"""
+other process does."""
 
 from __future__ import annotations
 
@@ -36,33 +35,26 @@ from nemo_edo.worker.worker import Worker
 
 T = TypeVar("T")
 KEY = "nemo_edo/controller"
-"""In torch's store: where the controller listens, and the secret that a worker shows there; empty: nowhere."""
+"""In torch's store: where the controller listens, and the secret that a worker shows there."""
 MEETING_S = 600.0  # how long rank 0 waits for the others, which have begun with it and have nothing to do before
 CONTROLLER_S = 1800.0  # how long the others wait for rank 0, which checks the command's input first
-DISMISSED = f"{KEY}/dismissed"  # how many ranks have read that there is no work for them
 GRACE_S = 30.0  # for rank 0 to come out of a collective after another rank has failed: NCCL waits for ten minutes
 ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
 """What gloo, NCCL and torch's store say in a process whose neighbour has ended, or does not answer."""
 STACKS, END = "stacks", "end"
+NEWS = -1  # in place of a call's number
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker makes of a call."""
+    """What a worker makes of a call, or tells during one."""
 
-    call: int
+    call: int  # its number; NEWS: the worker tells ``value`` during a call
     value: Any = None
     error: str | None = None  # its last line
     is_shared: bool = False  # whether every rank raises it, as where rank 0 tells the others of a missing file
     trace: str = ""
     asked_to_stop: bool = False  # whether this process got SIGTERM or SIGINT
-
-
-@dataclass(frozen=True)
-class News:
-    """What a worker tells during a call."""
-
-    value: Any
 
 
 @dataclass
@@ -86,12 +78,11 @@ class Workers:
         self.local = Worker()
         self.asked_to_stop = False  # whether another rank's process was
         self._others = list(others)
-        self._calls = 0
-        self._name = ""
+        self._calls, self._name = 0, ""  # the name of the call under way
         self.on_news: Callable[[int, Any], None] = lambda rank, news: None
         """Gets what ranks tell during a call, others than 0 in another thread; returns at once."""
         self.local.tell = lambda news: self.on_news(0, news)
-        self._in_call = self._is_local_busy = False
+        self._is_local_busy = False
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         if self._others:
@@ -103,12 +94,10 @@ class Workers:
 
     def call(self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None) -> list[T]:
         """What ``work(worker, *given)`` returns on each rank.
-
         each: an argument for each rank, before the others. own: one for rank 0's worker alone, after the others; it
         stays in this process.
         Raises what rank 0's worker raises, UserError where another rank alone has one, and WorkerFailed, with rank and
-        node, where one fails otherwise or ends.
-        """
+        node, where one fails otherwise or ends."""
         self._calls, self._name = self._calls + 1, work.__name__
         arguments = [()] * self.size if each is None else [(argument,) for argument in each]
         receivers: dict[int, list[_Rank]] = {}  # the ranks of one data-parallel share get the same bytes
@@ -120,7 +109,7 @@ class Workers:
                 self._send(other, packed)
         if (failure := self._failure()) is not None:
             raise WorkerFailed(failure)
-        self._in_call = self._is_local_busy = True
+        self._is_local_busy = True
         value, error = None, None
         try:
             value = work(self.local, *arguments[0], *given, *(() if own is None else (own,)))
@@ -136,9 +125,9 @@ class Workers:
             failure, answers = self._failure(), [other.answers for other in self._others]
             for other in self._others:
                 other.answers = []
-        self._in_call = False
+        self._name = ""
         if failure is None and error is not None and self._others and _another_is_gone(str(error)):
-            failure = f"rank 0 has lost another one in {self._name}: {str(error).partition(chr(10))[0]}"
+            failure = f"rank 0 has lost another one in {work.__name__}: {str(error).partition(chr(10))[0]}"
         if failure is not None:
             raise WorkerFailed(failure) from error
         if error is not None:
@@ -150,7 +139,7 @@ class Workers:
 
     def waited_for(self) -> str:
         """The ranks that have not answered the last call, in words; empty: none."""
-        silent = [str(other) for other in self._others if not other.answers] if self._in_call else []
+        silent = [str(other) for other in self._others if not other.answers] if self._name else []
         return f"{', '.join(silent)} did not answer {self._name}" if silent else ""
 
     def write_stacks(self, folder: Path) -> None:
@@ -167,7 +156,9 @@ class Workers:
     # --- answers --------------------------------------------------------------------------------------------------
 
     def _failure(self) -> str | None:
-        """What no rank can go on after. Of several, the one that the others follow from."""
+        """What no rank can go on after. Of several, the one that the others follow from. While rank 0 executes its
+        part, any error: rank 0 is to raise a shared one as well."""
+        busy = self._is_local_busy
         answers = [(other, other.answers[0]) for other in self._others if other.answers]
         for other in self._others:
             if other.lost and not other.answers:
@@ -175,9 +166,9 @@ class Workers:
         for other, answer in answers:
             if answer.call != self._calls:
                 return f"{other} answered call {answer.call}, not {self._calls} ({self._name})"
-        failed = [(other, answer) for other, answer in answers if answer.error is not None and not answer.is_shared]
+        failed = [(other, answer) for other, answer in answers if answer.error and (busy or not answer.is_shared)]
         first = [one for one in failed if not _another_is_gone(one[1].error)]
-        for other, answer in first or (failed if len(answers) == len(self._others) else ()):
+        for other, answer in first or (failed if busy or len(answers) == len(self._others) else ()):
             return f"{other} failed in {self._name}: {answer.error}\n{answer.trace}".rstrip()
         return None
 
@@ -196,21 +187,14 @@ class Workers:
                         other.lost = True
                         del waiting[connection]
                         continue
-                    if isinstance(answer, News):
+                    if answer.call == NEWS:
                         self.on_news(other.rank, answer.value)
                         continue
                     self.asked_to_stop |= answer.asked_to_stop
                     other.answers.append(answer)
                 failure = self._failure() if self._is_local_busy else None
-                if self._is_local_busy and failure is None:  # an error that rank 0 is to raise as well
-                    errors = ((other, other.answers[0].error) for other in self._others if other.answers)
-                    told = (f"{other} failed in {self._name}: {error}" for other, error in errors if error)
-                    failure = next(told, None)
                 self._changed.notify_all()
-            if failure is None:
-                failed_at = None
-            elif failed_at is None:
-                failed_at = time.monotonic()
+            failed_at = None if failure is None else failed_at or time.monotonic()
             if failed_at is not None and time.monotonic() > failed_at + GRACE_S:
                 print(f"nemo-edo: error: {failure}; rerun the command to resume", file=sys.stderr, flush=True)
                 os._exit(1)
@@ -258,17 +242,11 @@ def workers(is_asked_to_stop: Callable[[], bool] = bool) -> Workers:
 def dismiss(*, met_only: bool = False) -> None:
     """Lets the other ranks end, whether the command had work for them or not. met_only: only where it had."""
     global _workers
-    others = int(os.environ.get("WORLD_SIZE", "1")) - 1
+    if not met_only and os.environ.get("WORLD_SIZE", "1") != "1":
+        workers()
     if _workers is not None:
         _workers.end()
         _workers = None
-    elif not met_only and others:
-        store = _store()
-        store.set(KEY, "")
-        for _ in waiting(lambda: f"{others} other ranks at {_place()}", MEETING_S, bool):
-            if store.add(DISMISSED, 0) == others:  # the store may end with this process
-                return
-            time.sleep(0.05)
 
 
 def met() -> Workers | None:
@@ -326,15 +304,11 @@ def _meet(others: int, is_asked_to_stop: Callable[[], bool]) -> list[_Rank]:
     return sorted(met, key=lambda other: other.rank)
 
 
-def meet_controller(is_asked_to_stop: Callable[[], bool] = bool) -> Connection | None:
-    """A worker's connection to the controller; None where there is no work. Errors as for ``ranks.waiting``."""
+def meet_controller(is_asked_to_stop: Callable[[], bool]) -> Connection:
+    """A worker's connection to the controller. Errors as for ``ranks.waiting``."""
     store = _store(is_asked_to_stop)
     store.set_timeout(timedelta(days=365))
-    where = store.get(KEY).decode()
-    if not where:
-        store.add(DISMISSED, 1)
-        return None
-    port, secret = json.loads(where)
+    port, secret = json.loads(store.get(KEY))
     connection = _connection(socket.create_connection((os.environ["MASTER_ADDR"], port)))
     connection.send_bytes(json.dumps([secret, int(os.environ["RANK"]), socket.gethostname()]).encode())
     return connection

@@ -113,34 +113,25 @@ class RemoteEngine:
     ) -> list[Rollout]:
         if not requests:
             return []
-        policy = self._policy
+        policy, rollouts = self._policy, [None] * len(requests)
         shares = [list(requests[share :: policy.shares]) for share in range(policy.shares)]
         longest = max(len(request.prompt_ids) for request in requests), max(r.limit(sampling) for r in requests)
 
-        def with_prompts(asked: Sequence[GenerationRequest], found: Sequence[Rollout]) -> list[Rollout]:
-            return [
-                replace(rollout, prompt_ids=request.prompt_ids, policy_version=self.policy_version)
-                for request, rollout in zip(asked, found, strict=True)
-            ]
-
-        def take(rank: int, ended: tuple[Sequence[int], list[Rollout]]) -> None:
+        def take(rank: int, ended: tuple[Sequence[int], Sequence[Rollout]]) -> None:
+            places = [policy.places[rank].share + place * policy.shares for place in ended[0]]
+            for place, rollout in zip(places, ended[1], strict=True):
+                prompt = requests[place].prompt_ids
+                rollouts[place] = replace(rollout, prompt_ids=prompt, policy_version=self.policy_version)
             if arrivals is not None:
-                asked = shares[policy.places[rank].share]
-                arrivals.add(with_prompts([asked[place] for place in ended[0]], ended[1]))
+                arrivals.add([rollouts[place] for place in places])
 
         policy.workers.on_news = take
-        answers = policy.workers.call(Worker.generate, sampling, longest, each=policy.for_each_rank(shares))
-        parts = zip(shares, policy.of_shares(answers), strict=True)
-        rollouts = [iter(with_prompts(asked, found)) for asked, found in parts]
-        return [next(rollouts[place % len(rollouts)]) for place in range(len(requests))]
+        policy.workers.call(Worker.generate, sampling, longest, each=policy.for_each_rank(shares))
+        return rollouts
 
 
 class SameCalls(Workers):
     """A program without a controller: every rank makes the same calls, executes its part, and learns all results."""
-
-    def __init__(self, model: MegatronGPTModel) -> None:
-        super().__init__()
-        self.local.adopt(model)
 
     @property
     def size(self) -> int:
@@ -156,5 +147,5 @@ class SameCalls(Workers):
 
 def policy_over(model: MegatronGPTModel) -> RemotePolicy:
     """``interfaces.Policy`` over a model that every rank has built itself."""
-    calls = SameCalls(model)
-    return RemotePolicy(calls, calls.call(Worker.place))
+    calls = SameCalls()
+    return RemotePolicy(calls, calls.call(Worker.adopt, model))

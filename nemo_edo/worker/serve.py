@@ -11,7 +11,7 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from nemo_edo.worker.dispatch import END, STACKS, News, answer, meet_controller, pack
+from nemo_edo.worker.dispatch import END, NEWS, STACKS, Answer, answer, meet_controller, pack
 from nemo_edo.worker.worker import Worker
 
 
@@ -21,13 +21,11 @@ def serve() -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: received.append(number))
     connection = meet_controller(lambda: bool(received))
-    if connection is None:
-        return 0
     calls: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
     busy = threading.Event()
     threading.Thread(target=_read, args=(connection, calls, busy), daemon=True, name="calls").start()
     worker = Worker()
-    worker.tell = lambda news: connection.send_bytes(pack(News(news)))
+    worker.tell = lambda news: connection.send_bytes(pack(Answer(NEWS, news)))
     while (message := calls.get()) is not None:
         busy.set()
         answered = pack(answer(worker, message, lambda: bool(received)))

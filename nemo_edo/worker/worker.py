@@ -66,31 +66,24 @@ class Worker:
 
         self.drop()
         classes = {SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel}
-        self.adopt(classes[type(training)](model_config(training=training, **settings)))
+        model = classes[type(training)](model_config(training=training, **settings))
         if weights is not None:
-            checkpoint.load(self.model.policy, weights)
-        return self.place()
+            checkpoint.load(model.policy, weights)
+        return self.adopt(model)
 
-    def adopt(self, model: MegatronGPTModel) -> None:
-        from megatron.core import parallel_state
-
-        self.model = model
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        inner = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
-        self._answers = pipeline.rank() == pipeline.size() - 1 and not inner
-
-    def place(self) -> Place:
+    def adopt(self, model: MegatronGPTModel) -> Place:
+        """Works with a model from now on."""
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
         from nemo_edo.megatron.layer_spec import kernels
 
-        return Place(
-            share=parallel_state.get_data_parallel_rank(),
-            answers=self._answers,
-            layers=get_model_config(self.model.built.training_chunks[0]).num_layers,
-            kernels=kernels(self.model.built.chunks),
-        )
+        self.model = model
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        inner = parallel_state.get_tensor_model_parallel_rank() + parallel_state.get_context_parallel_rank()
+        self._answers = pipeline.rank() == pipeline.size() - 1 and not inner
+        layers = get_model_config(model.built.training_chunks[0]).num_layers
+        return Place(parallel_state.get_data_parallel_rank(), self._answers, layers, kernels(model.built.chunks))
 
     def drop(self) -> None:
         self.model = self._engine = self._writing = None
@@ -205,24 +198,18 @@ class Worker:
             progress=torch.distributed.get_rank() == 0,
         )
 
-    def generate(
-        self, requests: list[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int]
-    ) -> list[Rollout] | None:
-        """Responses to the share's requests, without their prompts, which the controller has. longest: prompt and
-        response of all shares, in tokens. Tells places and responses of those that end meanwhile, perhaps none."""
+    def generate(self, requests: list[GenerationRequest], sampling: SamplingParams, longest: tuple[int, int]) -> None:
+        """Tells responses to the share's requests as they end, perhaps none: their places, and them without their
+        prompts, which the controller has. longest: prompt and response of all shares, in tokens."""
         told_at = time.monotonic()
-
-        def without_prompts(rollouts: list[Rollout]) -> list[Rollout]:
-            return [replace(rollout, prompt_ids=()) for rollout in rollouts]
 
         def ended(places: list[int], rollouts: list[Rollout]) -> None:
             nonlocal told_at
             if self._answers and (places or time.monotonic() > told_at + ALIVE_EVERY_S):
                 told_at = time.monotonic()
-                self.tell((places, without_prompts(rollouts)))
+                self.tell((places, [replace(rollout, prompt_ids=()) for rollout in rollouts]))
 
-        rollouts = self._engine.generate(requests, sampling, longest, ended)
-        return without_prompts(rollouts) if self._answers else None
+        self._engine.generate(requests, sampling, longest, ended)
 
     # --- weights for others ---------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import torch
 
 from nemo_edo.errors import UserError, WorkerFailed
 from nemo_edo.worker import dispatch
-from nemo_edo.worker.dispatch import END, Answer, News, Workers, _Rank, answer, pack
+from nemo_edo.worker.dispatch import END, NEWS, Answer, Workers, _Rank, answer, pack
 from nemo_edo.worker.worker import Worker
 
 
@@ -46,7 +46,7 @@ def fail_at(worker: Worker, argument: tuple[int, type[Exception]] | None, rank: 
 def serve(connection, replies=None) -> None:
     """What ``serve.serve`` does, in a thread; replies: of a process that answers otherwise (None: it goes)."""
     worker, asked = Worker(), False
-    worker.tell = lambda news: connection.send_bytes(pack(News(news)))
+    worker.tell = lambda news: connection.send_bytes(pack(Answer(NEWS, news)))
     while True:
         message = pickle.loads(connection.recv_bytes())
         if message == (END,):

@@ -45,19 +45,19 @@ def test_values_return_to_their_rows_in_one_call_and_in_several(monkeypatch, tok
     assert logprobs.equal(expected) and entropies.equal(-expected)
 
 
-def test_responses_return_to_their_requests_and_arrive_with_these_before():
+def test_responses_return_to_their_requests_and_arrive_as_they_end():
     asked = [GenerationRequest(f"p-{place}", 0, (place, place + 1), seed=place) for place in range(5)]
     arrived: list[Rollout] = []
 
     def find(rank, requests):
         found = [Rollout(one.problem_id, 0, (), [one.seed], [-1.0], "", True, 0, one.seed) for one in requests]
-        ranks.on_news(rank, ([1], found[1:2]))  # the second one has ended
-        return found
+        for place in (1, 0, 2)[: len(found)]:  # as they end
+            ranks.on_news(rank, ([place], [found[place]]))
 
     ranks = Ranks(find)
     engine = RemoteEngine(RemotePolicy(ranks, PLACES))
     engine.policy_version = 3
     rollouts = engine.generate(asked, SamplingParams(1.0, 1.0, 8), SimpleNamespace(add=arrived.extend))
-    for found, requests in ((rollouts, asked), (arrived, asked[2:4])):
+    for found, requests in ((rollouts, asked), (arrived, [asked[place] for place in (2, 0, 4, 3, 1)])):
         told = [(one.problem_id, one.prompt_ids, [*one.response_ids], one.policy_version) for one in found]
         assert told == [(one.problem_id, one.prompt_ids, [one.seed], 3) for one in requests]
