@@ -8,12 +8,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.attention import Attention
-from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.config.generation import AUTO
@@ -34,7 +32,7 @@ COMPACT_BELOW = 0.9  # share of rows that are alive below which ended ones leave
 
 @dataclass(eq=False, repr=False)
 class MegatronEngine:
-    """A GenerationEngine over a Megatron model, with the model's parallelism."""
+    """A GenerationEngine over a Megatron model, with its parallelism but for context and experts (config)."""
 
     built: BuiltModel
     _: KW_ONLY
@@ -46,9 +44,6 @@ class MegatronEngine:
     progress: bool = False
 
     def __post_init__(self) -> None:
-        config = get_model_config(self.built.chunks[0])
-        if config.context_parallel_size > 1 or config.expert_model_parallel_size > 1:
-            raise ValueError("in-process generation can use neither context nor expert parallelism")
         self.policy_version = 0
         self._stops = torch.tensor(sorted(self.stop_ids))
         modules = [module for chunk in self.built.chunks for module in chunk.modules()]
@@ -82,23 +77,21 @@ class MegatronEngine:
         ):
             for places in split_evenly(order, max(1, len(mine)) if self._shares_prompts else rows):
                 asked, strings = [mine[i] for i in places], StopStrings(sampling.stop, self.decode)
-                whole = self._shares_prompts
-                decoding = _Decoding(asked, rows, sampling, strings, self.device, whole_prompts=whole)
+                decoding = _Decoding(asked, rows, sampling, strings, self.device, whole_prompts=self._shares_prompts)
                 prefill = self._prefill_whole if decoding.after_prompts else self._prefill_equal
-                logits, done = prefill(decoding), 0
+                logits, waiting = prefill(decoding), len(asked)
                 for step in itertools.count():
                     tokens, logprobs = self._choose(logits, decoding, step, sampling)
-                    decoding.record(step, tokens, logprobs, self._stops)
-                    alive = int(decoding.alive.sum())
-                    before, done = done, decoding.begun - alive
-                    new = decoding.take_ended() if done > before else {}
-                    for place, response in new.items():
-                        rollouts[places[place]] = self._rollout(asked[place], response)
+                    last = decoding.record(step, tokens, logprobs, self._stops)
+                    new = decoding.take_ended(last, self.decode, self.policy_version)
                     counter.add(len(new))
-                    ended([places[place] for place in new], [rollouts[places[place]] for place in new])
-                    if done == len(asked):
+                    ended([places[place] for place in new], list(new.values()))
+                    for place, rollout in new.items():
+                        rollouts[places[place]] = rollout
+                    waiting -= len(new)
+                    if waiting == 0:
                         break
-                    if alive < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
+                    if decoding.alive.sum() < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
                         decoding.compact()
                         if decoding.free_rows:  # for waiting requests; the end of a prompt is a row's next token
                             requests = decoding.refill(step)
@@ -200,18 +193,6 @@ class MegatronEngine:
                     torch.distributed.broadcast(tensor, src=source, group=group)
         return fetched(tokens, logprobs)
 
-    def _rollout(self, request: GenerationRequest, response: dict[str, Any]) -> Rollout:
-        ids = response["response_ids"]
-        return Rollout(
-            problem_id=request.problem_id,
-            sample_index=request.sample_index,
-            prompt_ids=request.prompt_ids,
-            text=self.decode(ids[:-1] if response["finished"] else ids),
-            policy_version=self.policy_version,
-            seed=request.seed,
-            **response,
-        )
-
 
 def _from_the_beginning(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1]).expand(tokens.shape)
@@ -236,7 +217,7 @@ class _Decoding:
         """most: rows at a time. whole_prompts: whether rows may be at different positions."""
         lengths = [len(request.prompt_ids) for request in requests]
         limits = [request.limit(sampling) for request in requests]
-        self.prefix = min(lengths)
+        self._requests, self.prefix = requests, min(lengths)
         self.begun = min(most, len(requests))  # requests that have, or had, a row: the first ones
         waiting = self.begun < len(requests)
         self.after_prompts = whole_prompts and (waiting or max(lengths) > self.prefix)  # rows at different positions
@@ -255,7 +236,6 @@ class _Decoding:
         self.logprobs = torch.zeros(len(requests), self.max_new_tokens)
         self.response_lengths = torch.zeros(len(requests), dtype=torch.int64)
         self.stopped = torch.zeros(len(requests), dtype=torch.bool)
-        self.taken = torch.zeros_like(self.stopped)  # responses that ``take_ended`` has given
         self.strings = strings
         self.stop_of: list[str | None] = [None] * len(requests)
         self.rows = torch.arange(self.begun)
@@ -281,9 +261,9 @@ class _Decoding:
         """[rows, 1] of the step's tokens."""
         return (self.prompt_lengths[self.rows] + self._response_index(step))[:, None]
 
-    def record(self, step: int, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor) -> None:
-        """Stores the step's tokens, or the prompt's where it is not read to its end."""
-        index = self._response_index(step)
+    def record(self, step: int, tokens: Tensor, logprobs: Tensor, stop_ids: Tensor) -> Tensor:
+        """Stores the step's tokens, or the prompt's where it is not read to its end. Returns the requests that end."""
+        index, alive = self._response_index(step), self.alive.clone()
         reading = index < 0
         if reading.any():
             position = min(self.prefix + step, self.prompts.shape[1] - 1)
@@ -304,6 +284,7 @@ class _Decoding:
                     self.stop_of[row] = self.strings.ended_by(self.tokens[row, : self.response_lengths[row]].tolist())
                     self.alive[place] = self.stop_of[row] is None and bool(self.alive[place])
         self.last = tokens
+        return self.rows[alive & ~self.alive]
 
     def keep_experts(self, requests: Tensor, positions: Tensor, experts: Tensor) -> None:
         """Stores the experts [n, s, layers * k] of the requests' tokens at positions [n, s]. Rows that have ended are
@@ -330,24 +311,27 @@ class _Decoding:
         self.last = torch.cat([self.last, self.ends_of_prompts(requests)])
         return requests
 
-    def take_ended(self) -> dict[int, dict[str, Any]]:
-        """Fields of a Rollout for each request that has ended since the last call."""
-        rows = self.rows[~self.alive]
-        rows = rows[~self.taken[rows]]
-        self.taken[rows] = True
+    def take_ended(self, rows: Tensor, decode: Callable[[Sequence[int]], str], version: int) -> dict[int, Rollout]:
+        """The rollout of each of these requests, which have ended."""
         columns = (rows, self.tokens[rows], self.logprobs[rows], self.response_lengths[rows], self.stopped[rows])
         ended = {}
         for row, tokens, logprobs, length, stopped in zip(*(column.tolist() for column in columns), strict=True):
-            experts = b""
+            request, ids, experts = self._requests[row], tokens[:length], b""
             if self._experts is not None:
                 experts = self._experts[row, : int(self.prompt_lengths[row]) + length - 1].cpu().numpy().tobytes()
-            ended[row] = {
-                "response_ids": tokens[:length],
-                "response_logprobs": logprobs[:length],
-                "finished": stopped,
-                "stop": self.stop_of[row],
-                "routed_experts": experts,
-            }
+            ended[row] = Rollout(
+                problem_id=request.problem_id,
+                sample_index=request.sample_index,
+                prompt_ids=request.prompt_ids,
+                response_ids=ids,
+                response_logprobs=logprobs[:length],
+                text=decode(ids[:-1] if stopped else ids),
+                finished=stopped,
+                policy_version=version,
+                seed=request.seed,
+                stop=self.stop_of[row],
+                routed_experts=experts,
+            )
         return ended
 
     def _response_index(self, step: int) -> Tensor:

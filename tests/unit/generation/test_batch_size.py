@@ -7,13 +7,7 @@ import torch
 
 from nemo_edo.errors import UserError
 from nemo_edo.generation import megatron_engine
-from nemo_edo.generation.batch_size import (
-    MOST_ON_CPU,
-    of_similar_length,
-    refilled_places,
-    row_bytes,
-    rows_that_fit,
-)
+from nemo_edo.generation.batch_size import MOST_ON_CPU, of_similar_length, refilled_places, row_bytes, rows_that_fit
 from nemo_edo.parallel import free_memory
 from nemo_edo.types import GenerationRequest, SamplingParams
 
