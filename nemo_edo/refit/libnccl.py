@@ -60,7 +60,7 @@ class Library:
 
     def __init__(self, path: str | Path) -> None:
         """Raises NCCLError where the file is not NCCL, or older than 2.14."""
-        self.path = str(path)
+        self.path, self.version = str(path), "of unknown version"
         try:
             self._library = ctypes.CDLL(self.path)
             for name, arguments in _FUNCTIONS.items():
@@ -69,13 +69,9 @@ class Library:
             self._library.ncclGetErrorString.restype = c_char_p
         except (OSError, AttributeError) as error:
             raise NCCLError(f"{self.path} is no NCCL of 2.14 or newer: {error}") from error
-        version = c_int()
-        self.require(self._library.ncclGetVersion(byref(version)), "ncclGetVersion")
-        self.code = version.value
-
-    @property
-    def version(self) -> str:
-        return f"{self.code // 10000}.{self.code // 100 % 100}.{self.code % 100}"
+        code = c_int()
+        self.require(self._library.ncclGetVersion(byref(code)), "ncclGetVersion")
+        self.version = f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
 
     def __str__(self) -> str:
         return f"NCCL {self.version} ({self.path})"

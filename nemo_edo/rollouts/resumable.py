@@ -67,10 +67,11 @@ class Parts:
         # A scorer that compares a problem's responses gets them together.
         together = Counter(one.problem_id for one in missing) if getattr(scorer, "by_group", False) else {}
         arrivals = StoredArrivals(self, scorer, problems, together)
-        streams, begun = hasattr(engine, "takes_all"), time.monotonic()
+        streams = hasattr(engine, "takes_all")
         try:
             part_size = len(missing) if getattr(engine, "takes_all", False) else self.part_size
             for asked in minibatches(missing, max(1, part_size)):
+                begun = time.monotonic()
                 with clock.phase("generate"):
                     self.watch.alive()
                     self.begin_part()
@@ -83,7 +84,6 @@ class Parts:
                 self._seconds += time.monotonic() - begun
                 with clock.phase("score"):
                     arrivals.finish()
-                begun = time.monotonic()
         except PartlyGenerated as partly:
             raise UserError(
                 f"{partly}. {self._taken + len(arrivals.scored)} responses of iteration {self.iteration} are kept in "
