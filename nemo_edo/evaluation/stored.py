@@ -72,10 +72,6 @@ def aggregated(name: str, steps: Sequence[Sequence[Sequence[float]]], how: str) 
         raise UserError(f"evaluation.aggregation is {how}, which the scores {name} do not fit: {error}") from error
 
 
-def weighs(scores_PN: np.ndarray) -> bool:
-    return bool((scores_PN >= 0).all())
-
-
 def analyse(
     arm: str,
     greedy: Samples,
@@ -133,14 +129,14 @@ def _curves(sampled: Samples, place: int, scores: Scores, subsets: int, seed: in
     circles = sample_circles(judged, subsets, np.random.default_rng([seed, place])) if judged else None
     curves = {
         "tokens@{}": sampled.lengths[place].mean() * np.arange(1, total + 1),
-        "pass@{}": pass_curve(judged, int(right.sum())) if judged else (),
+        "pass@{}": pass_curve(judged, int(right.sum())),
         "majority@{}": vote_curve(answers, right, circles) if judged else (),
         f"best_of@{{}}/{ORACLE}": best_of_curve(rewards, rewards) if judged else (),
     }
     for name, scores_PN in scores.items():
         own = scores_PN[place, with_verdict]
         curves[f"best_of@{{}}/{name}"] = best_of_curve(own, rewards) if judged else ()
-        if weighs(scores_PN):
+        if (scores_PN >= 0).all():
             curves[f"weighted@{{}}/{name}"] = vote_curve(answers, right, circles, own) if judged else ()
     return {
         family.format(k): (float(curve[k - 1]), 1.0) if k <= len(curve) else results.NOTHING
@@ -154,12 +150,9 @@ ROUNDING = 1e-9
 
 
 @lru_cache(maxsize=4096)
-def pass_curve(num_samples: int, num_correct: int) -> np.ndarray:
-    """[K] unbiased pass@k for k = 1 to n = num_samples, of which num_correct are right (``metrics.pass_at_k``);
-    read-only."""
-    curve = np.array([pass_at_k(num_samples, num_correct, k) for k in range(1, num_samples + 1)])
-    curve.flags.writeable = False
-    return curve
+def pass_curve(num_samples: int, num_correct: int) -> tuple[float, ...]:
+    """[K] unbiased pass@k for k = 1 to n = num_samples, of which num_correct are right (``metrics.pass_at_k``)."""
+    return tuple(pass_at_k(num_samples, num_correct, k) for k in range(1, num_samples + 1))
 
 
 def best_of_curve(scores: ArrayLike, rewards: ArrayLike) -> np.ndarray:

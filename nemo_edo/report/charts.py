@@ -11,7 +11,6 @@ import html
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,45 +37,31 @@ MOST_POINTS = 24
 """Most points of a curve over k: of more numbers of responses, large ones are left out first."""
 
 
-class Curves(NamedTuple):
-    """A line for each arm, of a value that lines of metrics.jsonl of one kind have."""
-
-    key: str
-    title: str
-    caption: str
-    """The text below the chart; {} stands for the runs' temperatures."""
-    kind: str
-    y: str
-    y_title: str
-
-
 _TRAIN = "Training problems, sampled at temperature {} from the policy at the start of each iteration."
 _TEST = "Test problems, at each evaluation during training and at the end."
-_GREEDY, _DISTINCT = (
-    Curves(f"test-{metric}", title, _TEST, "evaluation", metric, metric_name(metric))
-    for metric, title in (
-        ("greedy_accuracy", "Greedy test accuracy"), ("distinct_4", "Distinct-4 on the test problems")
-    )
-)  # fmt: skip
-_REWARD = Curves("reward", "Reward over iterations", _TRAIN, "collection", "reward", "mean reward")
-_DIAGNOSTICS = (
-    Curves("entropy", "Entropy over training", "The policy's entropy, mean over sampled response tokens.",
-           "train_step", "entropy", "entropy (nats)"),
-    Curves("distinct", "Distinct-4 over iterations", f"Share of distinct 4-grams among a problem's responses. {_TRAIN}",
-           "collection", "distinct_4", "Distinct-4"),
-    Curves("kl", "KL to the reference policy", _TRAIN, "collection", "kl", "KL (nats)"),
-    Curves("well-formed", "Well-formed answers",
-           f"Share of responses that end by themselves with one final answer. {_TRAIN}",
-           "collection", "well_formed", "share"),
-    Curves("exploration", "Exploration term",
-           "Mean of log pi_theta - log pi_old on samples of pi_old, before its weight: negative once the policy has "
-           "moved away from them; a floor can lift it above zero.", "train_step", "exploration", "value (nats)"),
-    Curves("floor", "Floored tokens",
-           "Share of response tokens whose log-ratio is at the floor, where the exploration term has no gradient.",
-           "train_step", "floor_fraction", "share of tokens"),
-    Curves("warm-up", "Warm-up loss", "Supervised loss of the start that all arms share.",
-           "sft_step", "loss", "loss (nats per token)"),
-)  # fmt: skip
+_OVER_TRAINING = {
+    "Greedy test accuracy": ("test-greedy_accuracy", "evaluation", "greedy_accuracy", "greedy accuracy", _TEST),
+    "Distinct-4 on the test problems": ("test-distinct_4", "evaluation", "distinct_4", "Distinct-4 per problem", _TEST),
+    "Reward over iterations": ("reward", "collection", "reward", "mean reward", _TRAIN),
+    "Entropy over training": ("entropy", "train_step", "entropy", "entropy (nats)",
+                              "The policy's entropy, mean over sampled response tokens."),
+    "Distinct-4 over iterations": ("distinct", "collection", "distinct_4", "Distinct-4",
+                                   f"Share of distinct 4-grams among a problem's responses. {_TRAIN}"),
+    "KL to the reference policy": ("kl", "collection", "kl", "KL (nats)", _TRAIN),
+    "Well-formed answers": ("well-formed", "collection", "well_formed", "share",
+                            f"Share of responses that end by themselves with one final answer. {_TRAIN}"),
+    "Exploration term": (
+        "exploration", "train_step", "exploration", "value (nats)",
+        "Mean of log pi_theta - log pi_old on samples of pi_old, before its weight: negative once the policy has "
+        "moved away from them; a floor can lift it above zero."),
+    "Floored tokens": (
+        "floor", "train_step", "floor_fraction", "share of tokens",
+        "Share of response tokens whose log-ratio is at the floor, where the exploration term has no gradient."),
+    "Warm-up loss": ("warm-up", "sft_step", "loss", "loss (nats per token)",
+                     "Supervised loss of the start that all arms share."),
+}  # fmt: skip
+"""Title of a chart with a line for each arm -> its key, the kind of lines in metrics.jsonl, the value in them, its name
+at the axis, and the text below the chart, where {} stands for the runs' temperatures."""
 
 
 def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
@@ -89,17 +74,13 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
         styles[REPLICATE] = plotting.ArmStyle(
             f"{comparison.replicate}, replicate", plotting.START_COLOR, "longdash", "circle"
         )
-    test, later = (_curves_chart(comparison, styles, row) for row in (_GREEDY, _DISTINCT))
-    curves = {row.title: _curves_chart(comparison, styles, row) for row in (_REWARD, *_DIAGNOSTICS)}
-    first = [forest_chart(comparison, styles, metrics), test or curves.pop(_REWARD.title)]
+    curves = {title: _curves_chart(comparison, styles, title, *about) for title, about in _OVER_TRAINING.items()}
+    test, later = curves.pop("Greedy test accuracy"), curves.pop("Distinct-4 on the test problems")
+    first = [forest_chart(comparison, styles, metrics), test or curves.pop("Reward over iterations")]
     diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
     test_time = [one for one in _stored_charts(comparison, styles) if one] or [_pass_chart(comparison, styles)]
-    sections: dict[str, list] = {
-        "first": first,
-        "diversity": diversity,
-        "test_time": test_time,
-        "diagnostics": [*curves.values(), later],
-    }
+    sections = {"first": first, "diversity": diversity, "test_time": test_time}
+    sections["diagnostics"] = [*curves.values(), later]
     drawn = {name: [one for one in found if one] for name, found in sections.items()}
     return {**drawn, "undrawn": [title for title, found in curves.items() if not found]}
 
@@ -161,8 +142,9 @@ def _bars(cells: Sequence[Estimate], **options: object) -> dict:
 # --- over the training ------------------------------------------------------------------------------------------------
 
 
-def _curves_chart(comparison: Comparison, styles: plotting.Styles, curves: Curves) -> plotting.Chart | None:
-    key, title, caption, kind, y, y_title = curves
+def _curves_chart(
+    comparison: Comparison, styles: plotting.Styles, title: str, key: str, kind: str, y: str, y_title: str, caption: str
+) -> plotting.Chart | None:
     trained, x_title = {arm: found for arm, found in comparison.runs.policies.items() if arm != START}, "iteration"
     if kind == "sft_step":
         x_title = "optimizer step"

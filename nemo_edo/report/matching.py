@@ -12,7 +12,7 @@ Entropy bends over accuracy, and a fast arm has few collections on the way, whos
 two arms are compared at each other's collections, where one of them is measured and the other interpolated: the more
 at those of the arm whose own are further apart, and the less at one that is far from the other arm's.
 
-Dimensions: C collections of an arm, M measures.
+Dimensions: C collections of an arm, M measures, K points of a fit between its first and its last.
 """
 
 from __future__ import annotations
@@ -116,34 +116,25 @@ def _difference(arm: _Fit, baseline: _Fit, low: float, high: float) -> np.ndarra
     """
     sides = []
     for ours, theirs, sign in ((arm, baseline, 1), (baseline, arm, -1)):
-        gaps_KM, weights_K = _at_own_points(ours, theirs, low, high)
-        if len(weights_K):
-            at = ours.points[:, 0]
-            distances = np.diff(at)[(at[1:] > low) & (at[:-1] < high)]
+        accuracies, known = ours.points[:, 0], theirs.points[:, 0]
+        inner = slice(1, len(accuracies) - 1)  # the last point is the luckiest
+        at_K, between_K = accuracies[inner], (accuracies[:-2] + accuracies[2:]) / 2
+        # Whether a point is in the range is asked of its accuracy, and of the mean of its neighbours': the first alone
+        # would take points at the range's ends for their luck, the second alone for their neighbours'.
+        inside_K = sum(((one >= low) & (one <= high)).astype(float) / 2 for one in (at_K, between_K))
+        after = np.clip(np.searchsorted(known, at_K), 1, len(known) - 1)
+        before_K, after_K = at_K - known[after - 1], known[after] - at_K
+        far_K = before_K * after_K / (before_K + after_K)
+        reached_K = (at_K >= known[0]) & (at_K <= known[-1])
+        weights_K = inside_K * reached_K * ours.sizes[inner] / (1 + (far_K / NEAR) ** 2)
+        counts = weights_K > 0
+        if counts.any():
+            gaps_KM = (ours.points[inner, 1:] - theirs.at(at_K))[counts]
+            distances = np.diff(accuracies)[(accuracies[1:] > low) & (accuracies[:-1] < high)]
             squared = (distances**3).sum() / distances.sum()  # their mean over the range
-            sides.append((squared, sign * (weights_K @ gaps_KM) / weights_K.sum()))
+            sides.append((squared, sign * (weights_K[counts] @ gaps_KM) / weights_K[counts].sum()))
     total = sum(weight for weight, _ in sides)
     return sum(weight * gap / total for weight, gap in sides) if sides else None
-
-
-def _at_own_points(ours: _Fit, theirs: _Fit, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
-    """[K, M] ours minus theirs at our points, and [K] the points' weights: 0 outside of the range.
-
-    Whether a point is in the range is asked of its accuracy, and of the mean of its neighbours': the first alone would
-    take points at the range's ends for their luck, the second alone for their neighbours'.
-    """
-    at, known = ours.points[:, 0], theirs.points[:, 0]
-    inner = slice(1, len(at) - 1)  # the last point is the luckiest
-    between = (at[:-2] + at[2:]) / 2
-    inside = sum(((one >= low) & (one <= high)).astype(float) / 2 for one in (at[inner], between))
-    at = at[inner]
-    after = np.clip(np.searchsorted(known, at), 1, len(known) - 1)
-    before_K, after_K = at - known[after - 1], known[after] - at
-    far_K = before_K * after_K / (before_K + after_K)
-    reached = (at >= known[0]) & (at <= known[-1])
-    gaps = ours.points[inner, 1:] - theirs.at(at)
-    weights = inside * reached * ours.sizes[inner] / (1 + (far_K / NEAR) ** 2)
-    return gaps[weights > 0], weights[weights > 0]
 
 
 def _fitted(curve: np.ndarray) -> _Fit:

@@ -176,7 +176,7 @@ def analyse_arm(
             said.append(f"{path}: left out: it scores other responses than the stored ones; score them again")
             continue
         scores[name] = stored.aggregated(name, sampled.steps(steps), config.aggregation)
-        if not stored.weighs(scores[name]):
+        if (scores[name] < 0).any():
             said.append(f"weighted@k/{name} of {arm}: left out: votes' weights must be at least 0, and these are not")
     fixed = {"each": config.samples, "subsets": config.vote_subsets, "seed": settings.seed}
     return stored.analyse(arm, greedy, sampled, scores, temperature=temperature, **fixed), said

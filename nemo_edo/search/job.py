@@ -253,13 +253,14 @@ class SearchStore:
 
     def __init__(self, folder: str | Path, label: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
+        self.table = PartedTable(self.folder / "results.parquet", self.folder / "parts", _SCHEMA, "remove it")
         self._label = dict(label)
 
     def found(self) -> dict[str, SearchRecord]:
         """What there is, by problem. Raises UserError where a file is damaged, or was made with something else."""
         records = {}
-        for file in _table(self.folder).files():
-            found, there = _read(self.folder, file)
+        for file in self.table.files():
+            found, there = self.read(file)
             different = sorted(key for key in there | self._label if there.get(key) != self._label.get(key))
             if different:
                 key = different[0]
@@ -272,27 +273,23 @@ class SearchStore:
 
     def write_part(self, records: Sequence[SearchRecord]) -> None:
         """Adds the records of some problems, in whole or not at all."""
-        _table(self.folder).write_part([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
+        self.table.write_part([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
 
     def write(self, records: Sequence[SearchRecord]) -> Path:
-        return _table(self.folder).write([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
+        return self.table.write([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
+
+    def read(self, path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
+        """A file's records and label."""
+        rows, metadata = self.table.read(path)
+        try:
+            return [SearchRecord(**row) for row in rows], json.loads(metadata[_LABEL])
+        except (KeyError, ValueError) as error:
+            raise UserError(f"{path}: not the results of a search ({error!r}); remove it") from error
 
 
 def read_results(folder: str | Path) -> list[SearchRecord]:
     """The records of a finished search. Raises UserError where there are none, or they are damaged."""
-    path = _table(Path(folder)).path
-    if not path.is_file():
-        raise UserError(f"{path} is missing: the search has not finished")
-    return _read(Path(folder), path)[0]
-
-
-def _table(folder: Path) -> PartedTable:
-    return PartedTable(folder / "results.parquet", folder / "parts", _SCHEMA, "remove it")
-
-
-def _read(folder: Path, path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
-    rows, metadata = _table(folder).read(path)
-    try:
-        return [SearchRecord(**row) for row in rows], json.loads(metadata[_LABEL])
-    except (KeyError, ValueError) as error:
-        raise UserError(f"{path}: not the results of a search ({error!r}); remove it") from error
+    store = SearchStore(folder, {})
+    if not store.table.path.is_file():
+        raise UserError(f"{store.table.path} is missing: the search has not finished")
+    return store.read(store.table.path)[0]

@@ -7,7 +7,8 @@ sampled for it, without tokenising again: where a token extends past a separator
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from nemo_edo.algorithms.plan import request_seed
 from nemo_edo.data.answers import AnswerFormat
@@ -16,20 +17,14 @@ from nemo_edo.reward_models.formats import split_steps
 from nemo_edo.test_time.search_llm import Step, StepPath
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
-END, ANSWER, LENGTH = "end", "answer", "length"
-"""Why a solution ended: its end token came, it has stated its final answer, or its tokens are used up."""
 
-
-@dataclass(frozen=True)
-class Draft:
-    problem_id: str
-    prompt_ids: tuple[int, ...]
-    ids: tuple[int, ...] = ()  # sampled so far, an end token included
-    logprobs: tuple[float, ...] = ()
-    text: str = ""
-    rest: str = ""  # what ``text`` has after its last separator
-    end: str | None = None  # why the solution ended with it; None: it continues
-    policy_version: int = 0
+class Draft(NamedTuple):
+    rollout: Rollout
+    """What has been sampled so far; finished where its end token came or it has stated its final answer."""
+    rest: str = ""
+    """What its text has after the last separator."""
+    ended: bool = False
+    """Whether it is finished or its tokens are used up; otherwise it continues."""
 
 
 class EngineStepProposer:
@@ -52,7 +47,10 @@ class EngineStepProposer:
         self._separator = separator
         self._decode = decode
         self._answers = answers
-        self.drafts = {(StepPath(question), False): Draft(*about) for question, about in questions.items()}
+        self.drafts = {
+            (StepPath(question), False): Draft(Rollout(problem_id, 0, prompt_ids, (), (), "", False, 0, 0))
+            for question, (problem_id, prompt_ids) in questions.items()
+        }
         """The questions' and every proposed path's, by path and whether it has ended: the same text may or may not."""
 
     def propose(self, paths: Sequence[StepPath], count: int, seeds: Sequence[int]) -> list[list[Step]]:
@@ -66,62 +64,43 @@ class EngineStepProposer:
         while going:
             requests = []
             for place in going:
-                draft, (seed, sample) = drafts[place], samples[place]
-                used = len(draft.ids)
+                so_far, (seed, sample) = drafts[place].rollout, samples[place]
+                used = len(so_far.response_ids)
                 left, own_seed = self._sampling.max_new_tokens - used, request_seed(seed, sample, used)
-                prompt_ids = draft.prompt_ids + draft.ids
-                requests.append(GenerationRequest(draft.problem_id, sample, prompt_ids, own_seed, left))
+                prompt_ids = (*so_far.prompt_ids, *so_far.response_ids)
+                requests.append(GenerationRequest(so_far.problem_id, sample, prompt_ids, own_seed, left))
             rollouts = self._engine.generate(requests, self._sampling)
             for place, rollout in zip(going, rollouts, strict=True):
                 drafts[place], steps[place] = self._extended(drafts[place], rollout)
-            going = [place for place in going if not steps[place] and drafts[place].end is None]
+            going = [place for place in going if not steps[place] and not drafts[place].ended]
         found: list[list[Step]] = [[] for _ in paths]
         for place, (draft, text) in enumerate(zip(drafts, steps, strict=True)):
-            number, ended = place // count, draft.end is not None
+            number = place // count
             path = replace(paths[number], steps=(*paths[number].steps, text))
-            self.drafts.setdefault((path, ended), draft)
-            found[number].append(Step(text, finished=ended, tokens=len(draft.ids) - len(begun[number].ids)))
+            self.drafts.setdefault((path, draft.ended), draft)
+            tokens = len(draft.rollout.response_ids) - len(begun[number].rollout.response_ids)
+            found[number].append(Step(text, finished=draft.ended, tokens=tokens))
         return found
 
     def solution(self, path: StepPath, ended: bool, seed: int) -> Rollout:
         """A path, ended or not, as one response; ``finished`` where its end token came or it has stated its answer."""
-        draft = self.drafts[path, ended]
-        return Rollout(
-            problem_id=draft.problem_id,
-            sample_index=0,
-            prompt_ids=draft.prompt_ids,
-            response_ids=draft.ids,
-            response_logprobs=draft.logprobs,
-            text=draft.text,
-            finished=draft.end in (END, ANSWER),
-            policy_version=draft.policy_version,
-            seed=seed,
-        )
+        return replace(self.drafts[path, ended].rollout, seed=seed)
 
-    def _extended(self, draft: Draft, rollout: Rollout) -> tuple[Draft, str]:
+    def _extended(self, draft: Draft, sampled: Rollout) -> tuple[Draft, str]:
         """The draft with the sampled tokens, and the step that they make; an empty one where it is only a separator."""
-        ids = (*draft.ids, *rollout.response_ids)
+        so_far = draft.rollout
+        ids = (*so_far.response_ids, *sampled.response_ids)
+        logprobs = so_far.response_logprobs + sampled.response_logprobs
         # All of it: the first token of a text may be decoded without its space.
-        text = self._decode(ids[:-1] if rollout.finished else ids)
-        if not text.startswith(draft.text):
-            raise ValueError(f"the tokenizer decodes {draft.text!r} otherwise once other tokens follow: {text!r}")
-        end = None
-        if rollout.finished:
-            end = END
-        elif rollout.stop is not None and self._answers is not None and self._answers.is_well_formed(text):
-            end = ANSWER
-        elif len(ids) >= self._sampling.max_new_tokens:
-            end = LENGTH
-        step, rest = draft.rest + text[len(draft.text) :], ""
-        if end is None:
+        text = self._decode(ids[:-1] if sampled.finished else ids)
+        if not text.startswith(so_far.text):
+            raise ValueError(f"the tokenizer decodes {so_far.text!r} otherwise once other tokens follow: {text!r}")
+        may_answer = sampled.stop is not None and self._answers is not None
+        finished = sampled.finished or (may_answer and self._answers.is_well_formed(text))
+        ended = finished or len(ids) >= self._sampling.max_new_tokens
+        step, rest = draft.rest + text[len(so_far.text) :], ""
+        if not ended:
             step, _, rest = step.rpartition(self._separator)
-        draft = replace(
-            draft,
-            ids=ids,
-            logprobs=(*draft.logprobs, *rollout.response_logprobs),
-            text=text,
-            rest=rest,
-            end=end,
-            policy_version=rollout.policy_version,
-        )
-        return draft, self._separator.join(split_steps(step, self._separator))
+        about = {"text": text, "finished": finished, "policy_version": sampled.policy_version}
+        rollout = replace(so_far, response_ids=ids, response_logprobs=logprobs, **about)
+        return Draft(rollout, rest, ended), self._separator.join(split_steps(step, self._separator))
