@@ -81,6 +81,9 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
         raise UserError(f"{source}: auto_map names code of the model's own, which is not run; remove it")
     if fields.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"{source}: model_type is {fields.get('model_type')!r}, which transformers does not have")
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(fields.get(name), dict | None):
+            raise UserError(f"{source}: {name} is {_short(fields[name])}, expected an object")
     try:
         config = _config(fields)
     except MADE_ERRORS as error:

@@ -108,6 +108,7 @@ DAMAGED_WEIGHTS = {
     "a surplus tensor": (lambda f: change(f, **{"model.extra.weight": torch.ones(2)}), r"model\.extra\.weight"),
     "FP8": (lambda f: change(f, **{O_PROJ: lambda w: w.to(torch.float8_e4m3fn)}), f"{O_PROJ} is F8_E4M3"),
     "a shape": (lambda f: change(f, **{NORM: lambda w: w[:-1]}), f"{NORM} has the shape"),
+    "more rows than vocab_size": (lambda f: edit(f, vocab_size=100), r"has the shape \[130, 64\]"),
     "PEFT's names": (add_prefix, "no tensor"),
     "a tensor is in two shards": (twice, "is in .*00001-of-00002.*remove one"),
     "the index alone": (lambda f: (only_shards(f), [p.unlink() for p in f.glob("*.safetensors")]), "00001-of-00002"),
@@ -122,19 +123,23 @@ DAMAGED_FIELDS = {
     "misspelt": ("llama", {"rms_norm_epsilon": 1e-3}, "rms_norm_epsilon"),
     "other architecture": ("llama", {"architectures": ["MistralForCausalLM"]}, "architectures .*LlamaForCausalLM"),
     "biases of attention": ("qwen3", {"attention_bias": True}, "attention_bias is true"),
+    "biases of an MLP": ("llama", {"mlp_bias": True}, r"mlp.*bias"),
     "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
     "window": ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "layer_types": ...}, "sliding_window"),
     "window by layers": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+    "heads": ("mistral", {"head_dim": 32}, "_proj.* shape"),
     "further tokens": ("qwen3", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers"),
     "two bases": ("llama", {"rope_theta": 5e5}, "rope_theta twice: 500000.0"),
     "two scalings": (
         "llama", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {**LLAMA3}}, "rope_type"),
     "linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "linear"),
+    "llama3 elsewhere": ("qwen2", {"rope_parameters": LLAMA3}, "llama3|factor"),
     "llama3's factors": ("llama", {"rope_parameters": {**LLAMA3, "high_freq_factor": 3.0}}, "high_freq_factor"),
     "tuples, which transformers' own model does not take": ("llama", {"return_dict": False}, "return_dict"),
     "YaRN's factor": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "a part of the head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "one expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1, and"),
+    "no kind": ("llama", {"model_type": ["llama"]}, "model_type is"),
 }
 HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
 FULL = {"sliding_window": None, "layer_types": 30 * ["full_attention"], "num_hidden_layers": 30}
