@@ -64,6 +64,12 @@ NOT_TRAINED = dict.fromkeys(
 )
 STEERING = frozenset(("max_window_layers", "sliding_window_pattern", "_sliding_window_pattern"))
 """What config classes make other fields of, and models do not read."""
+ABOVE_0 = (  # Megatron takes 0 of some of them for none
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
+    *("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_local_experts", "n_routed_experts"),
+    *("n_group", "topk_group", "routed_scaling_factor", "query_pre_attn_scalar", "final_logit_softcapping"),
+    "attn_logit_softcapping",
+)
 MADE_ERRORS = (  # of transformers, Bridge and megatron-core for a config that they do not take
     *(StrictDataclassError, KeyError, ValueError, TypeError, AttributeError, AssertionError, NotImplementedError),
     *(ArithmeticError, ImportError),
@@ -81,6 +87,9 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
         raise UserError(f"{source}: auto_map names code of the model's own, which is not run; remove it")
     if fields.get("model_type") not in CONFIG_MAPPING:
         raise UserError(f"{source}: model_type is {fields.get('model_type')!r}, which transformers does not have")
+    for name in ABOVE_0:
+        if (value := fields.get(name)) is not None and not (isinstance(value, int | float) and value > 0):
+            raise UserError(f"{source}: {name} is {value!r}, expected a number above 0")
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(fields.get(name), dict | None):
             raise UserError(f"{source}: {name} is {_short(fields[name])}, expected an object")
@@ -95,6 +104,11 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
             f"{source}: architectures is {fields.get('architectures')}, and transformers builds {built} for model_type "
             f"{config.model_type!r}; correct the one that is wrong"
         )
+    heads = config.num_attention_heads
+    if heads % (groups := getattr(config, "num_key_value_heads", None) or heads):
+        raise UserError(f"{source}: num_attention_heads is {heads}, no multiple of num_key_value_heads, {groups}")
+    if (getattr(config, "head_dim", None) or 0) % 2:
+        raise UserError(f"{source}: head_dim is {config.head_dim}, an odd number: rotary positions turn pairs")
     return config
 
 
@@ -136,10 +150,7 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
             # With transformers' default in its place, and in what the config's class makes of the field as well.
             alone = copy.deepcopy(config)
             setattr(alone, name, getattr(type(config)(), name, None))
-            try:
-                without = _config({key: value for key, value in fields.items() if key != name})
-            except MADE_ERRORS:
-                without = alone
+            without = _attempt({key: value for key, value in fields.items() if key != name}) or alone
             steers = name if name in STEERING else None
             if compare.is_lost(without, steers) or (
                 steers is None and compare.differs(without) and compare.is_lost(alone)
@@ -153,9 +164,11 @@ def check_fields(fields: Mapping[str, Any], config: PretrainedConfig, provider: 
 
 
 def _check_experts(config: PretrainedConfig, provider: Any, source: str) -> None:
-    """Raises UserError where a token has gates that megatron-core does not compute."""
-    chosen = provider.moe_router_topk
-    if provider.num_moe_experts and chosen == 1 and getattr(config, "norm_topk_prob", True):
+    """Raises UserError where a token has experts that there are not, or gates that megatron-core does not compute."""
+    experts, chosen = provider.num_moe_experts, provider.moe_router_topk
+    if experts and not 1 <= (chosen or 0) <= experts:
+        raise UserError(f"{source}: num_experts_per_tok is {chosen}, of {experts} experts")
+    if experts and chosen == 1 and getattr(config, "norm_topk_prob", True):
         raise UserError(
             f"{source}: num_experts_per_tok is 1, and norm_topk_prob makes the gate of one expert 1, which "
             "megatron-core does not compute"
@@ -260,6 +273,13 @@ def _check_positions(fields: Mapping[str, Any], config: PretrainedConfig, compar
 def _check_kinds(config: PretrainedConfig, provider: Any, source: str) -> None:
     """Raises UserError for a scaling of positions that is not the one that Megatron computes for the model's type."""
     places = _places(getattr(config, "rope_parameters", None) or {})
+    for place in places:
+        for name, value in place.items():
+            text = isinstance(value, str) and name not in ("rope_type", "type")
+            if text or (name in ("factor", "rope_theta") and value is not None and not value > 0):
+                raise UserError(f"{source}: {name} of the rotary positions is {value!r}, expected a number above 0")
+        if place.get("factor", 1.0) is None:
+            raise UserError(f"{source}: factor of the rotary positions is null, expected the scaling's factor")
     kinds = {str(place.get("rope_type", "default")) for place in places}
     latent = getattr(provider, "multi_latent_attention", False)
     yarn = getattr(provider, "position_embedding_type", None) == "yarn"
@@ -290,6 +310,13 @@ def _config(fields: Mapping[str, Any]) -> PretrainedConfig:
     return CONFIG_MAPPING[fields["model_type"]].from_dict(copy.deepcopy(dict(fields)))
 
 
+def _attempt(fields: Mapping[str, Any]) -> PretrainedConfig | None:
+    try:
+        return _config(fields)
+    except MADE_ERRORS:
+        return None
+
+
 def not_taken(source: object, by: str, error: BaseException) -> UserError:
     return UserError(f"{source}: {by} does not take it: {type(error).__name__}: {' '.join(str(error).split())}")
 
@@ -305,7 +332,8 @@ def _quiet():
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logging.disable(disabled)

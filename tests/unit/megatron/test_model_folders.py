@@ -118,6 +118,7 @@ DAMAGED_WEIGHTS = {
 }
 DAMAGED_FIELDS = {
     "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "a size in quotes": ("qwen2", {"head_dim": "16"}, "head_dim is '16', expected a number"),
     "attention that is not installed": ("llama", {"_attn_implementation": "flash_attention_2"}, "FlashAttention2"),
     "own code": ("llama", {"auto_map": {"AutoModelForCausalLM": "own.Model"}}, "auto_map"),
     "misspelt": ("llama", {"rms_norm_epsilon": 1e-3}, "rms_norm_epsilon"),
@@ -138,8 +139,13 @@ DAMAGED_FIELDS = {
     "tuples, which transformers' own model does not take": ("llama", {"return_dict": False}, "return_dict"),
     "YaRN's factor": ("qwen2", {"rope_parameters": {**YARN, "attention_factor": 2.0}}, "attention_factor"),
     "a part of the head": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "groups of heads": ("qwen3", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+    "an odd head": ("mistral", {"head_dim": 17}, "head_dim is 17"),
     "one expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1, and"),
+    "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4"),
     "no kind": ("llama", {"model_type": ["llama"]}, "model_type is"),
+    "a factor in quotes": ("llama", {"rope_parameters": {**LINEAR, "factor": "2.0"}}, "factor .* is '2.0'"),
+    "no factor": ("llama", {"rope_parameters": {**LINEAR, "factor": 0}}, "factor .* is 0"),
 }
 HALF = {"partial_rotary_factor": 0.5, "rope_theta": 1e4}
 FULL = {"sliding_window": None, "layer_types": 30 * ["full_attention"], "num_hidden_layers": 30}
@@ -157,6 +163,8 @@ OTHER_FAMILIES = {  # fields that their classes' defaults complete, and what of 
     "Moonlight": ("deepseek_v3", {**DEEPSEEK, "q_lora_rank": None}, "q_lora_rank is null"),
     "deepseek_v3, YaRN": ("deepseek_v3", {"rope_parameters": {**YARN, **MSCALE}}, None),
     "deepseek_v3, one mscale": ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7}}, "mscale is 0.7"),
+    "deepseek_v3, no factor": ("deepseek_v3", {"rope_parameters": {**YARN, "factor": None}}, "factor .* null"),
+    "deepseek_v3, no scaling": ("deepseek_v3", {"routed_scaling_factor": 0.0}, "routed_scaling_factor is 0"),
     "deepseek_v3, groups": ("deepseek_v3", {"num_experts_per_tok": 4}, "topk_group 4"),
     "deepseek_v3, another router": ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
     "deepseek_v2, mscale": ("deepseek_v2", {"num_experts_per_tok": 6, "rope_parameters": {**YARN, **MSCALE}}, "mscale"),
