@@ -145,6 +145,8 @@ class RunFolder:
         from nemo_edo.config.compose import default_values
 
         there, here = files.read_mapping(self.path / CONFIG), yaml.safe_load(config)
+        if len(there) < len(here) and list(there) == list(here)[: len(there)]:
+            raise DamagedFile(f"{self.path / CONFIG} is damaged: it breaks off after {list(there)[-1]}")
         # An earlier version's config lacks the settings that were added since: their defaults are what it did.
         defaults = files.flattened(default_values(here.get("job")))
         there, here = (defaults | files.flattened(config) for config in (there, here))

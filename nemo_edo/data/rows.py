@@ -126,10 +126,29 @@ def _numbered(path: Path, rows: Iterable[Any]) -> Iterator[Row]:
     return (Row(number, f"{path}:row {number}", row) for number, row in enumerate(rows, start=1))
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any] | RowError:
+    """An object; or the RowError of a key that it, or an object in it, has twice: JSON readers take the last."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        return RowError(f'has the key "{repeated}" twice; keep one of the two')
+    return _error_in(list(made.values())) or made
+
+
+def _error_in(value: Any) -> RowError | None:
+    if isinstance(value, list):
+        return next(filter(None, map(_error_in, value)), None)
+    return value if isinstance(value, RowError) else None
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)  # made once: ``json.loads`` makes one for each row
+
+
 def _parsed(text: bytes) -> Any:
     """The JSON value, or a RowError in place of a bad one."""
     try:
-        return json.loads(text.decode("utf-8"))
+        return _DECODER.decode(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         return RowError(f"is not UTF-8 (byte {error.start + 1} of the line); save the file as UTF-8")
     except json.JSONDecodeError as error:

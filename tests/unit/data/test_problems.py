@@ -65,6 +65,7 @@ BAD_LINES = {
     "[" * 100_000: "is not valid JSON",
     '{"question": ' + "9" * 5000 + "}": "is not valid JSON",
     '{"question": "a"}': 'has no "answer" (its columns: question)',
+    '{"question": "a", "answer": "#### 1", "of": [{"a": 1, "a": 1}]}': 'has the key "a" twice',
     '{"question": 3, "answer": "#### 1"}': '"question" is 3 (int), expected a text',
     '{"question": " \\n", "answer": "#### 1"}': '"question" is blank',
     '{"question": "a", "answer": "#### one"}': '"answer" does not end in one "#### number" line',
@@ -179,6 +180,29 @@ def test_a_list_is_one_problem_in_each_row_and_one_that_is_cut_is_not_valid_json
     assert loaded.skipped[0].startswith(f"{path}:row 2: ")
     path.write_text(path.read_text()[:-5])
     with pytest.raises(UserError, match="list.json: is not valid JSON"):
+        load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
+
+
+TWICE = '{"problem": "y", "gold": "3", "gold": "4"}'
+
+
+@pytest.mark.parametrize("name", ["odd.json", "odd.jsonl"])
+def test_a_row_with_a_key_twice_is_one_bad_row_of_a_list_as_of_lines(tmp_path: Path, name: str):
+    path, place = tmp_path / name, "row 2" if name.endswith("json") else "2"
+    rows = [json.dumps(ROWS[0]), TWICE, json.dumps(ROWS[1])]
+    path.write_text("[" + " ,\n".join(rows) + " ]\n" if name.endswith("json") else "\n".join(rows))
+    with pytest.raises(UserError) as told:
+        load_problems(path, DataConfig(columns=NAMED))
+    assert f'{path}:{place}: has the key "gold" twice; keep one of the two' in str(told.value)
+    loaded = load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
+    assert [problem.id for problem in loaded.problems] == ["odd-1", "odd-3"] and len(loaded.skipped) == 1
+
+
+@pytest.mark.parametrize("after", ["", ",", ", {", "] x", " 3]"])
+def test_a_list_that_is_cut_after_a_row_with_a_key_twice_is_not_valid_json(tmp_path: Path, after: str):
+    path = tmp_path / "cut.json"
+    path.write_text(f"[{TWICE}{after}")
+    with pytest.raises(UserError, match="cut.json: is not valid JSON"):
         load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
 
 
