@@ -141,7 +141,7 @@ class MegatronEngine:
                 of_these = (owner >= rows.start) & (owner < rows.stop)
                 experts = recorded(self._chunks, tokens)[self._moved(owner[of_these] - rows.start)]
                 decoding.keep_experts(requests[of_these], _from_the_beginning(experts[..., 0]), experts)
-        return joined(contexts), owner
+        return joined(contexts, by_head=self._by_head), owner
 
     def _prefill_equal(self, decoding: _Decoding) -> Tensor | None:
         """Logits of each row's next token, where all are at the end of the shortest prompt. Rows with the same prompt
@@ -153,8 +153,7 @@ class MegatronEngine:
         logits = self._forward(decoding, prefixes, _from_the_beginning(prefixes), owner)
         owner = self._moved(owner)
         if shared:
-            lengths = torch.full_like(owner, decoding.prefix)
-            decoding.context = PromptCacheContext(decoding.context, owner, decoding.length, lengths)
+            decoding.context = PromptCacheContext(decoding.context, owner, decoding.length)
         else:
             decoding.context.keep(owner)
         return None if logits is None else logits[owner]

@@ -8,7 +8,8 @@ softmax is over both parts at once, so nothing is approximated.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +41,13 @@ class CacheContext(StaticInferenceContext):
         self.max_batch_size, self.sequence_len_offset = len(rows), filled - since
 
 
-def joined(contexts: Sequence[CacheContext]) -> CacheContext:
+def joined(contexts: Sequence[CacheContext], *, by_head: bool) -> CacheContext:
     """The rows of all of them, one context after the other, each from place 0 on; the shorter ones are followed by
     zeros, which a weight of 0 leaves out where other numbers might not be finite. Empties the contexts."""
     if len(contexts) == 1:
         return contexts[0]
     longest = max(context.sequence_len_offset for context in contexts)
-    whole = CacheContext(sum(one.max_batch_size for one in contexts), longest, by_head=contexts[0].by_head)
+    whole = CacheContext(sum(context.max_batch_size for context in contexts), longest, by_head=by_head)
     whole.sequence_len_offset = longest
     for layer in list(contexts[0].key_value_memory_dict):
         parts = zip(*(context.key_value_memory_dict.pop(layer) for context in contexts), strict=True)
@@ -66,19 +67,83 @@ def empty_rows(cache: Tensor, rows: int, length: int, *, by_head: bool) -> Tenso
     return cache.new_empty(rows, cache.shape[2], length, cache.shape[3]).permute(2, 0, 1, 3)
 
 
+@dataclass(frozen=True)
+class PromptRows:
+    """Which rows follow which prompt; converts to [prompts, most, ...]: a prompt's rows, then arbitrary padding."""
+
+    owner: Tensor  # [rows] int64: each row's prompt
+    prompts: int
+    most: int  # rows of the prompt that has the most of them
+    places: Tensor | None  # [rows] int64: each row's index among prompts x most; None: the identity, with no padding
+
+    @classmethod
+    def of(cls, owner: Tensor, prompts: int) -> PromptRows:
+        counts = torch.bincount(owner, minlength=prompts)
+        order = owner.argsort(stable=True)
+        begins = counts.cumsum(0) - counts
+        within = torch.empty_like(owner)
+        within[order] = torch.arange(len(owner), device=owner.device) - begins[owner[order]]
+        most = int(counts.max())
+        places = owner * most + within
+        everywhere = torch.arange(prompts * most, device=owner.device)
+        return cls(owner, prompts, most, None if torch.equal(places, everywhere) else places)
+
+    def by_prompt(self, rows: Tensor) -> Tensor:
+        """[prompts, most, ...] of [rows, ...]."""
+        if self.places is not None:
+            padded = rows.new_zeros(self.prompts * self.most, *rows.shape[1:])
+            rows = padded.index_copy_(0, self.places, rows)
+        return rows.unflatten(0, (self.prompts, self.most))
+
+
+@dataclass(frozen=True)
+class CachedPrompts:
+    """One layer's keys and values of the prompts, each [prompts, groups, length, width]."""
+
+    keys: Tensor
+    values: Tensor
+    rows: PromptRows
+    outside: Tensor | None = None  # [rows, 1, 1, length] bool: positions after the end of the row's prompt
+    before: Tensor | None = None  # [rows, 1, 1, places] bool: places of the cache before the row's first token
+
+    def scores(self, queries: Tensor) -> Tensor:
+        """[rows, groups, n, length] of scaled queries [rows, groups, n, width]."""
+        scores = self._for_prompts(queries, lambda grouped: grouped @ self.keys.transpose(-1, -2))
+        return scores if self.outside is None else scores.masked_fill(self.outside, -math.inf)
+
+    def of_own(self, scores: Tensor) -> Tensor:
+        """Scores [rows, groups, n, k] of the first k places of the cache, without those of others."""
+        return scores if self.before is None else scores.masked_fill(self.before[..., : scores.shape[-1]], -math.inf)
+
+    def context(self, weights: Tensor) -> Tensor:
+        """[rows, groups, n, width] of weights [rows, groups, n, length]."""
+        return self._for_prompts(weights, lambda grouped: grouped @ self.values)
+
+    def _for_prompts(self, rows: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        """A product [prompts, groups, most n, ...] of rows [rows, groups, n, ...], as [rows, groups, n, ...]."""
+        by_prompt = self.rows.by_prompt(rows).transpose(1, 2)
+        result = product(by_prompt.flatten(2, 3)).unflatten(2, by_prompt.shape[2:4])
+        flat, places = result.transpose(1, 2).flatten(0, 1), self.rows.places
+        return flat if places is None else flat.index_select(0, places)
+
+
 class PromptCacheContext(CacheContext):
     """A cache for what follows the prompts alone; ``RotatingSelfAttention`` hands the prompts' part to the core of the
     attention. Positions count from the prompts' end; rows that are added later begin at later places."""
 
-    def __init__(self, prompts: CacheContext, owner: Tensor, length: int, lengths: Tensor) -> None:
+    def __init__(self, prompts: CacheContext, owner: Tensor, length: int, lengths: Tensor | None = None) -> None:
         """prompts: the cache of a forward pass over the prompts, which this empties. owner: [rows] each row's prompt.
         length: tokens that a row has at most, those of its prompt among them. lengths: [rows] how much of the prompts'
-        cache precedes each row, whose positions count from there."""
+        cache precedes each row, whose positions count from there; None: all of it."""
         super().__init__(max_batch_size=len(owner), max_sequence_length=length, by_head=True)
         self.prefix = prompts.sequence_len_offset
+        self.starts = lengths
         self._places = length - self.prefix
-        self._set_rows(owner, lengths, torch.zeros_like(lengths))
-        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values [prompts, groups, length, width]
+        self._begins: Tensor | None = None  # [rows] each row's first place; None: the cache's
+        self._before: Tensor | None = None
+        self._rows = PromptRows.of(owner, prompts.max_batch_size)
+        self._outside = None if lengths is None else self._after(lengths)
+        self._prompts: dict[int, tuple[Tensor, Tensor]] = {}
         for layer in list(prompts.key_value_memory_dict):
             parts = prompts.key_value_memory_dict.pop(layer)  # so that one layer alone is in memory twice
             self._prompts[layer] = tuple(part[: self.prefix].permute(1, 2, 0, 3).contiguous() for part in parts)
@@ -91,9 +156,9 @@ class PromptCacheContext(CacheContext):
         return self.sequence_len_offset == self._places
 
     def add(self, prompts: CacheContext, owner: Tensor, lengths: Tensor) -> None:
-        """More rows, whose first tokens are the next ones; arguments as of ``__init__``."""
-        filled = self.sequence_len_offset
-        used, there = torch.unique(self._owner, return_inverse=True)  # the prompts that still have rows
+        """More rows, whose first tokens are the next ones, of a cache with ``lengths``; arguments of ``__init__``."""
+        there, filled = self._rows.owner, self.sequence_len_offset
+        used, there = torch.unique(there, return_inverse=True)  # the prompts that still have rows
         longest, count = max(self.prefix, prompts.sequence_len_offset), len(there) + len(owner)
         for layer, cached in self._prompts.items():
             added = (part[: prompts.sequence_len_offset] for part in prompts.key_value_memory_dict.pop(layer))
@@ -107,52 +172,40 @@ class PromptCacheContext(CacheContext):
                 part[:filled, : len(there)] = before[:filled]
                 part[:filled, len(there) :] = 0  # an attention weight of 0 times NaN would be NaN
             self.key_value_memory_dict[layer] = grown
-        self.prefix = longest
-        begins = torch.cat([self._begins, torch.full_like(lengths, filled)])
-        self._set_rows(torch.cat([there, owner + len(used)]), torch.cat([self._starts, lengths]), begins)
+        begins = self.starts.new_zeros(len(there)) if self._begins is None else self._begins
+        self._begin_at(torch.cat([begins, begins.new_full((len(owner),), filled)]))
+        self.starts, self.prefix = torch.cat([self.starts, lengths]), longest
+        self._outside = self._after(self.starts)
+        self._rows = PromptRows.of(torch.cat([there, owner + len(used)]), len(used) + prompts.max_batch_size)
         self.max_batch_size, self.max_sequence_length = count, longest + self._places
 
-    def _set_rows(self, owner: Tensor, starts: Tensor, begins: Tensor) -> None:
-        """[rows] each row's prompt, its first position after it, and the place of the cache that this one is in."""
-        self._owner, self._starts, self._begins = owner, starts, begins
-        position, place = (torch.arange(count, device=owner.device) for count in (self.prefix, self._places))
-        self._outside = (position >= starts[:, None])[:, None, None]  # of the prompt: after the row's own ends
-        self._before = (place < begins[:, None])[:, None, None]  # of the cache: before the row's first token
-        counts = torch.bincount(owner, minlength=1)
-        order = owner.argsort(stable=True)
-        within = torch.empty_like(owner)
-        within[order] = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner[order]]
-        self._most = int(counts.max())  # rows of the prompt that has the most of them
-        self._index = owner * self._most + within  # of each row among prompts x most
+    def _begin_at(self, begins: Tensor) -> None:
+        self._begins = begins
+        self._before = (torch.arange(self._places, device=begins.device) < begins[:, None])[:, None, None]
 
-    def positions(self, queries: int) -> Tensor:
-        """[rows, queries] of the next tokens."""
-        first = self.sequence_len_offset + self._starts - self._begins
-        return first[:, None] + torch.arange(queries, device=first.device)
+    def _after(self, lengths: Tensor) -> Tensor:
+        return (torch.arange(self.prefix, device=lengths.device) >= lengths[:, None])[:, None, None]
 
-    def prompt_scores(self, layer: int, queries: Tensor) -> Tensor:
-        """[rows, groups, n, prefix] of scaled queries [rows, groups, n, width] of the layer with this number."""
-        keys, _ = self._prompts[layer]
-        return self._product(queries, keys.transpose(-1, -2)).masked_fill(self._outside, -math.inf)
+    def positions(self, queries: int) -> Tensor | None:
+        """[rows, queries] of the next tokens, where they differ by row."""
+        if self.starts is None:
+            return None
+        first = self.starts if self._begins is None else self.starts - self._begins
+        return first[:, None] + self.sequence_len_offset + torch.arange(queries, device=self.starts.device)
 
-    def own_scores(self, scores: Tensor) -> Tensor:
-        """Scores [rows, groups, n, k] of the first k places of the cache, without those of others."""
-        return scores.masked_fill(self._before[..., : scores.shape[-1]], -math.inf)
-
-    def prompt_values(self, layer: int, weights: Tensor) -> Tensor:
-        """[rows, groups, n, width] of weights [rows, groups, n, prefix]."""
-        return self._product(weights, self._prompts[layer][1])
-
-    def _product(self, rows: Tensor, of_prompts: Tensor) -> Tensor:
-        """[rows, groups, n, ...] of [rows, groups, n, k] and, for each prompt, matrices [prompts, groups, k, ...]: one
-        product for all rows of a prompt, which are padded to the most that one has."""
-        padded = rows.new_zeros(len(of_prompts) * self._most, *rows.shape[1:]).index_copy_(0, self._index, rows)
-        by_prompt = padded.unflatten(0, (len(of_prompts), self._most)).transpose(1, 2)
-        result = (by_prompt.flatten(2, 3) @ of_prompts).unflatten(2, by_prompt.shape[2:4])
-        return result.transpose(1, 2).flatten(0, 1).index_select(0, self._index)
+    def cached_prompts(self, layer: int) -> CachedPrompts:
+        """The part of the layer that Megatron gives this number."""
+        return CachedPrompts(*self._prompts[layer], self._rows, self._outside, self._before)
 
     def keep(self, rows: Tensor, since: int = 0) -> None:
         """As ``CacheContext``, without the places before the first token of any row that is kept."""
-        since = int(self._begins[rows].min()) if len(rows) else self.sequence_len_offset
+        if not len(rows):
+            since = self.sequence_len_offset
+        elif self._begins is not None:
+            since = int(self._begins[rows].min())
+        if self._begins is not None:
+            self._begin_at(self._begins[rows] - since)
         super().keep(rows, since)
-        self._set_rows(self._owner[rows], self._starts[rows], self._begins[rows] - since)
+        if self.starts is not None:
+            self.starts, self._outside = self.starts[rows], self._outside[rows]
+        self._rows = PromptRows.of(self._rows.owner[rows], self._rows.prompts)

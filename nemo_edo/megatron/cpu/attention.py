@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from nemo_edo.megatron.decoding_cache import PromptCacheContext
+from nemo_edo.megatron.decoding_cache import CachedPrompts, PromptCacheContext
 from nemo_edo.megatron.packing import PackedSequences
 from nemo_edo.megatron.shared_prompts import SharedPrompts
 
@@ -46,16 +47,20 @@ class SDPAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        *,
+        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        **_: Any,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
+        """k_channels, v_channels: sizes of multi-latent attention's heads, which the tensors have anyway."""
         super().__init__(config=config)
         if attention_type != "self" or attn_mask_type is not AttnMaskType.causal:
             raise ValueError(f"{attention_type}-attention, {attn_mask_type.name}: expected causal self-attention")
         # apply_query_key_layer_scaling, which scales scores and undoes it, is for fp16's range: here they are in fp32.
         self.softmax_scale = softmax_scale
-        self.prompts: tuple[PromptCacheContext, int] | None = None  # the cache after them and the layer's number in it
+        self.prompts: CachedPrompts | None = None  # those that precede a cache, for the next ``forward``
 
     def forward(
         self,
@@ -63,9 +68,9 @@ class SDPAttention(MegatronModule):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
         packed_seq_params: PackedSequences | SharedPrompts | None = None,
-        **_: Any,
     ) -> Tensor:
         """[s, b, n * d] from queries [s, b, n, d] and keys and values [k, b, g, d], where g divides n, and k is above s
         only for a single query that follows a cache. Packed: [t, n * d] from [t, n, d] and [t, g, d], each sequence by
@@ -92,12 +97,11 @@ class SDPAttention(MegatronModule):
         if self.prompts is None:
             context = torch.bmm(scores.softmax(-1), values)
         else:
-            cache, layer = self.prompts
-            of_prompts = cache.prompt_scores(layer, queries)
-            own = cache.own_scores(scores.view(rows, groups, -1, len(key)))
+            of_prompts = self.prompts.scores(queries)
+            own = self.prompts.of_own(scores.view(rows, groups, -1, len(key)))
             weights = torch.cat([of_prompts, own], dim=-1).softmax(-1)
             of_prompts, own = weights.split([of_prompts.shape[-1], len(key)], dim=-1)
-            context = torch.bmm(own.flatten(0, 1), values).view_as(queries) + cache.prompt_values(layer, of_prompts)
+            context = torch.bmm(own.flatten(0, 1), values).view_as(queries) + self.prompts.context(of_prompts)
         return context.reshape(1, rows, -1).to(query.dtype)
 
     def _packed(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
@@ -133,30 +137,27 @@ class RotatingSelfAttention(SelfAttention):
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """SelfAttention's forward pass, which rotates packed sequences by itself unless they share prompts."""
         angles, context, pack = map(options.get, ("rotary_pos_emb", "inference_context", "packed_seq_params"))
-        self._angles: Tensor | None = None  # [s or more, 1 or rows, 1, d] those of the vectors, from the first one on
+        self._angles, self._start, self._of_rows = None, 0, None
+        self._positions = pack.positions if isinstance(pack, SharedPrompts) else None
+        known = pack is None or self._positions is not None
+        if known and torch.is_tensor(angles) and rotates(self.config):
+            self._angles, options["rotary_pos_emb"] = angles, None
+            self._start = 0 if context is None else context.sequence_len_offset
         after_prompts = isinstance(context, PromptCacheContext)
-        if (pack is None or isinstance(pack, SharedPrompts)) and torch.is_tensor(angles) and rotates(self.config):
-            options["rotary_pos_emb"] = None
-            if pack is not None:
-                self._angles = angles[pack.positions]
-            elif after_prompts:  # [rows, s] positions
-                self._angles = angles[context.positions(hidden_states.shape[0]).T].squeeze(2)
-            else:
-                self._angles = angles[0 if context is None else context.sequence_len_offset :]
         if after_prompts:
-            self.core_attention.prompts = context, self.layer_number
+            self.core_attention.prompts = context.cached_prompts(self.layer_number)
+            self._start += context.prefix
+            self._of_rows = context.positions(hidden_states.shape[0])
         output = super().forward(hidden_states, *args, **options)
         if after_prompts:
             self.core_attention.prompts = None
         return output
 
     def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-        query, key, *rest = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         if self._angles is None:
-            return query, key, *rest
-        # Megatron's RotaryEmbedding gives the same d / 2 angles twice.
-        half, scale = self._angles[: len(query), ..., : self._angles.shape[-1] // 2], self._yarn_concentration_factor
-        cos, sin = ((turn(half) * scale).to(query.dtype) for turn in (torch.cos, torch.sin))
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        query, key, *rest = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        cos, sin = self._turns(query)
         return rotate(query, cos, sin), rotate(key, cos, sin), *rest
 
     def _allocate_memory(self, length: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -165,6 +166,19 @@ class RotatingSelfAttention(SelfAttention):
         cache = super()._allocate_memory(length, rows, width, dtype)
         widens = cache.dtype.itemsize < 4 and not cache.is_cuda and isinstance(self.core_attention, SDPAttention)
         return cache.float() if widens else cache
+
+    def _turns(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [s, 1 or rows, 1, d / 2] for vectors [s, ...] that follow the cached ones, or at a pack's
+        positions. Megatron's RotaryEmbedding gives the same d / 2 angles twice."""
+        if self._of_rows is not None:  # [rows, s] positions: [s, rows, 1, d] angles
+            angles = self._angles[self._of_rows.T].squeeze(2)
+        elif self._positions is not None:
+            angles = self._angles
+        else:
+            angles = self._angles[self._start : self._start + vectors.shape[0]]
+        half, scale = angles[..., : angles.shape[-1] // 2], self._yarn_concentration_factor
+        cos, sin = (torch.cos(half) * scale).to(vectors.dtype), (torch.sin(half) * scale).to(vectors.dtype)
+        return (cos, sin) if self._positions is None else (cos[self._positions], sin[self._positions])
 
 
 def rotates(config: TransformerConfig) -> bool:
