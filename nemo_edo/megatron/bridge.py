@@ -59,7 +59,9 @@ def check_model_folder(folder: Path, parallelism: ParallelismConfig | None = Non
     """The fields of a Hugging Face folder's config.json. Raises UserError where it cannot be trained as what it is to
     transformers, before any time is spent on it: every command that loads a model's weights goes through it."""
     fields = check_files(folder)
-    check_family(fields.get("model_type"), str(folder / "config.json"))
+    if not isinstance(fields.get("model_type"), str):
+        raise UserError(f"{folder / 'config.json'}: model_type is {fields.get('model_type')!r}, expected a text")
+    check_family(fields["model_type"], str(folder / "config.json"))
     if _check_conversion(folder, fields, parallelism or ParallelismConfig()).further:
         logger.warning("%s: its layers that predict further tokens stay as they are: they are not trained", folder)
     if others := unread_files(folder):

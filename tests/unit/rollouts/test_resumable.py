@@ -93,12 +93,13 @@ def test_what_has_ended_is_on_disk_while_the_rest_is_generated_and_the_rest_alon
     whole = ask(RolloutStore(tmp_path / "whole"), Engine())
     store, signs, watch = RolloutStore(tmp_path / "killed"), [], Progress()
     watch.alive = lambda: signs.append(1)
-    for order in ([5, 0], [2]):  # of the requests that are left: p-5, p-0, then p-3
+    for order, ended in (([5, 0], 2), ([2], 3)):  # of the requests that are left: p-5, p-0, then p-3
         with pytest.raises(Killed):
             ask(store, Streaming(order, Killed()), watch=watch)
         until = time.monotonic() + 60
-        while len(store.stored(ITERATION)) < len(signs) and time.monotonic() < until:
+        while len(store.stored(ITERATION)) < ended and time.monotonic() < until:
             time.sleep(0.01)  # another thread writes
+        assert len(signs) >= ended
     assert [item.rollout.problem_id for item in store.stored(ITERATION)] == ["p-5", "p-0", "p-3"]
     engine = Streaming()
     assert ask(store, engine) == whole
