@@ -189,6 +189,9 @@ def _encode_prompts(
     if not problems:
         return []
     chat = style.chat
+    written, name = (style.template, "data.prompt") if chat is None else (chat.text, chat.name)
+    if _PRIVATE.search(written):
+        raise UserError(f"{name} has a private character beyond U+100000, by which users' text is marked; remove it")
     if chat is None:
         if told := next((problem for problem in problems if problem.messages), None):
             raise UserError(

@@ -132,7 +132,7 @@ def test_markup_in_a_question_and_in_a_solution_stays_text(tmp_path, template):
     ("{% include 'x.jinja' %}", r"includes another file \(x.jinja\)"), ("{{ messages[3].content }}", "no element 3"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
     ("{{ 'a' * 10 ** 10 }}", "MiB"), (CHATML.replace("m.content | trim", "'hi'"), "leaves out 'How many apples"),
-    ("{{ lipsum(n=1) }}" + CHATML, "draws at random"),
+    ("{{ lipsum(n=1) }}" + CHATML, "draws at random"), (CHATML + "\U00100001", "private character"),
     (CHATML + "</s>", "ends with </s>"), ("<s><s>" + CHATML, "begins with two <s>"),
     ({"rag": CHATML, "tool_use": CHATML}, "tool_use, rag"),
 ])  # fmt: skip
