@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_edo.algorithms.collection import Collected, Objective
-from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, Watch, WeightSync
+from nemo_edo.interfaces import GenerationEngine, Policy, Scorer, WeightSync
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import TrainingBatch
 from nemo_edo.utils.phases import PhaseClock
@@ -31,7 +31,7 @@ class Position:
     """The state of the guards; None: they have seen nothing yet."""
 
 
-class Progress(Watch):
+class Progress:
     """Says where a training resumes, and saves it. This one begins at the beginning and saves nothing."""
 
     start = Position()
@@ -40,6 +40,12 @@ class Progress(Watch):
         """Called wherever the training may stop: saves if a checkpoint is due, and raises RunStopped, with everything
         saved, if the run is asked to stop. saves: False where the training cannot resume from here; once stopped, it
         resumes from the last checkpoint."""
+
+    def alive(self) -> None:
+        """A sign of life while responses are generated, from any thread."""
+
+    def stop_if_asked(self) -> None:
+        """Raises RunStopped if the run is asked to stop while responses are generated, from any thread."""
 
     def save(self, position: Position) -> None:
         """Saves now, whether a checkpoint is due or not."""

@@ -52,9 +52,13 @@ class ServerAPI:
     adapter_rank: int | None = None  # rank of its LoRA adapters; None: without adapters
     returns_experts: bool = False  # whether answers have the experts that the routers of a mixture chose for each token
 
-    # A subclass has command(model, port), the server's command line without the key; environment(key); and
-    # extra_fields(stop_ids), the fields of a completion request by which it returns token ids and log-probabilities,
-    # and stops only at ``stop_ids``.
+    # A subclass has command(model, port), the server's command line without the key, and environment(key).
+
+    @staticmethod
+    def extra_fields(stop_ids: Sequence[int]) -> dict[str, Any]:
+        """The fields of a completion request by which it returns token ids and log-probabilities, and stops only at
+        ``stop_ids``."""
+        raise NotImplementedError
 
     @property
     def visible_devices(self) -> str:

@@ -39,7 +39,7 @@ MOST_POINTS = 24
 
 _TRAIN = "Training problems, sampled at temperature {} from the policy at the start of each iteration."
 _TEST = "Test problems, at each evaluation during training and at the end."
-_OVER_TRAINING = {
+_OVER_TRAINING: dict[str, tuple[str, ...]] = {
     "Greedy test accuracy": ("test-greedy_accuracy", "evaluation", "greedy_accuracy", "greedy accuracy", _TEST),
     "Distinct-4 on the test problems": ("test-distinct_4", "evaluation", "distinct_4", "Distinct-4 per problem", _TEST),
     "Reward over iterations": ("reward", "collection", "reward", "mean reward", _TRAIN),
@@ -79,7 +79,7 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
     first = [forest_chart(comparison, styles, metrics), test or curves.pop("Reward over iterations")]
     diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
     test_time = [one for one in _stored_charts(comparison, styles) if one] or [_pass_chart(comparison, styles)]
-    sections = {"first": first, "diversity": diversity, "test_time": test_time}
+    sections: dict[str, list[plotting.Chart | None]] = {"first": first, "diversity": diversity, "test_time": test_time}
     sections["diagnostics"] = [*curves.values(), later]
     drawn = {name: [one for one in found if one] for name, found in sections.items()}
     return {**drawn, "undrawn": [title for title, found in curves.items() if not found]}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
@@ -98,10 +99,10 @@ class Named:
     formula: sympy.Expr | None = None  # the left side where it is no name
 
 
-Region = sympy.Set | Boolean
+Region: TypeAlias = sympy.Set | Boolean
 """A set of numbers: an interval, a union, or what an inequality says; a condition where it is one of several variables.
 """
-Value = Text | Time | Number | Items | Region | Named
+Value: TypeAlias = Text | Time | Number | Items | Region | Named
 
 
 @lru_cache(maxsize=512)
