@@ -42,6 +42,13 @@ class Arrivals(Watch, Protocol):
         """Some responses that have ended, a sign of life. From any thread; returns at once."""
 
 
+class PartWatch(Watch, Protocol):
+    """What a generation in parts tells the run."""
+
+    def begin_part(self) -> None:
+        """Called before an engine gets a part's requests: where the run may be saved. May raise RunStopped."""
+
+
 class Scorer(Protocol):
     """Scores responses."""
 

@@ -4,7 +4,7 @@ rollouts; and those of an older policy, which the exploration term may run over.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -19,7 +19,7 @@ from nemo_edo.algorithms.plan import Plan, sampling_requests
 from nemo_edo.algorithms.services import Position, Services
 from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import RunStopped, UserError
-from nemo_edo.interfaces import Watch
+from nemo_edo.interfaces import PartWatch
 from nemo_edo.rollouts.resumable import Parts, require_version
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import Rollout, SamplingParams, ScoredRollout, TrainingBatch
@@ -58,12 +58,7 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
     another run's rollouts and do not answer this run's problems, as its prompts pose them."""
     t = here.iteration
     if run.given is None:
-
-        def may_save() -> None:
-            with run.clock.phase("checkpoint"):
-                run.progress.reached(here)
-
-        samples = generate_samples(run, plan, t, run.progress, may_save)
+        samples = generate_samples(run, plan, t, _Collecting(run, here))
     else:
         everything, where = run.given.stored(t), str(run.given.folder)
         for rollout in (item.rollout for item in everything):
@@ -89,15 +84,30 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
     return samples
 
 
-def generate_samples(
-    run: Services, plan: Plan, t: int, watch: Watch, begin_part: Callable[[], None] | None = None
-) -> IterationSamples:
+@dataclass(frozen=True)
+class _Collecting:
+    """The watch of a generation that the training waits for: it is saved before a part as before a step."""
+
+    run: Services
+    here: Position
+
+    def begin_part(self) -> None:
+        with self.run.clock.phase("checkpoint"):
+            self.run.progress.reached(self.here)
+
+    def alive(self) -> None:
+        self.run.progress.alive()
+
+    def stop_if_asked(self) -> None:
+        self.run.progress.stop_if_asked()
+
+
+def generate_samples(run: Services, plan: Plan, t: int, watch: PartWatch) -> IterationSamples:
     """Responses go to disk as they end, and those that an earlier, killed process left there are not generated again. A
-    bounded number of extra rounds replaces the groups that dynamic sampling drops. begin_part: as of ``Parts``."""
+    bounded number of extra rounds replaces the groups that dynamic sampling drops."""
     settings = plan.sampling
     sampling = SamplingParams(settings.temperature, settings.top_p, settings.max_new_tokens)
-    size, clock = plan.part_size, run.clock
-    parts = Parts(run.store, t, plan.versions(t), watch=watch, part_size=size, clock=clock, begin_part=begin_part)
+    parts = Parts(run.store, t, plan.versions(t), watch=watch, part_size=plan.part_size, clock=run.clock)
     run.scorer.begin(parts.earlier)
     asked, substitutes = plan.collection_problems(t), plan.substitutes(t) if plan.is_dynamic else []
     everything, kept = [], []
@@ -214,6 +224,9 @@ class Ahead:
         """A generation's sign of life counts while the training waits for it: otherwise that gives its own."""
         if self._waits.is_set():
             self._run.progress.alive()
+
+    def begin_part(self) -> None:
+        self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
         if self._stop.is_set():

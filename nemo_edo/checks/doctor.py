@@ -57,7 +57,7 @@ def diagnose(
 
 
 def of_config(cfg: RunConfig, missing: list[str], found: Devices) -> list[tuple[str, Finding]]:
-    """What there is to say of a config, each with its name; one fault where it cannot be a ``Case``."""
+    """Findings on a config, each with its name; one fault where it cannot be a ``Case``."""
     findings = [("to be given", passed(", ".join(missing)))]
     try:
         subject = Case(cfg, missing, found)

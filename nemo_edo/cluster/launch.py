@@ -130,10 +130,15 @@ def plan_selftest(
 def _launchable(launch: Launch) -> Launch:
     """Raises UserError for what Slurm cannot be asked for, and where the job would not get the values of
     ``cluster.secrets``, or where others can read them."""
-    cluster = launch.cluster
+    cluster, folder = launch.cluster, str(launch.folder)
     if cluster.kind != "slurm":
         needed = "launch needs cluster=slurm (conf/cluster/); train runs here"
         raise ConfigError(f"cluster.kind is {cluster.kind!r}: {needed}")
+    if not folder.isprintable() or "\\" in folder:
+        raise UserError(
+            f"{folder!r}: Slurm takes only folders whose names have printable characters and no \\; choose another "
+            "output_dir=... or name=..."
+        )
     export = str(cluster.options.get("export", os.environ.get("SBATCH_EXPORT", "ALL")))
     if cluster.secrets_file is not None:
         path = Path(cluster.secrets_file).expanduser()

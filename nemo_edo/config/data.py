@@ -51,7 +51,7 @@ class Columns:
     """The columns that make a problem; others are its metadata. null: the setting's own name, if it is a column's."""
 
     question: Optional[str] = None
-    """What is asked; every row has it: a text, or a chat that is asked as it is: a list of messages, each with a role
+    """The question, which every row has: a text, or a chat that is asked as it is: a list of messages, each with a role
     and a content."""
     answer: Optional[str] = None
     """The final answer alone: a text or a whole number. Without one, only a custom reward can score."""

@@ -282,7 +282,8 @@ def _require_fit(
 
 
 def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) -> str:
-    """What the template visibly writes around such messages. Raises UserError where it does not begin the reply."""
+    """The text that the template visibly writes around such messages. Raises UserError where it does not begin the
+    reply."""
     empty = [{**message, "content": _CONTENT} for message in messages]
     answered = [*empty, {"role": "assistant", "content": _REPLY}]
     prompt, closed, reply, asked_again = chat.render(

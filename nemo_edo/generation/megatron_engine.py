@@ -12,6 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.attention import Attention
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.config.generation import AUTO
@@ -32,7 +33,7 @@ COMPACT_BELOW = 0.9  # share of rows that are alive below which ended ones leave
 
 @dataclass(eq=False, repr=False)
 class MegatronEngine:
-    """A GenerationEngine over a Megatron model, with its parallelism but for context and experts (config)."""
+    """A GenerationEngine over a Megatron model, with the model's parallelism."""
 
     built: BuiltModel
     _: KW_ONLY
@@ -44,6 +45,9 @@ class MegatronEngine:
     progress: bool = False
 
     def __post_init__(self) -> None:
+        config = get_model_config(self.built.chunks[0])
+        if config.context_parallel_size > 1 or config.expert_model_parallel_size > 1:
+            raise ValueError("in-process generation can use neither context nor expert parallelism")
         self.policy_version = 0
         self._stops = torch.tensor(sorted(self.stop_ids))
         modules = [module for chunk in self.built.chunks for module in chunk.modules()]

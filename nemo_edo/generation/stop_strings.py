@@ -13,7 +13,9 @@ class StopStrings:
     can complete it, so most tokens need no decoding."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]) -> None:
-        """strings: not empty. decode: a response's token ids to text, without special tokens."""
+        """decode: a response's token ids to text, without special tokens. Raises ValueError for an empty string."""
+        if not all(strings):
+            raise ValueError(f"stop strings are {list(strings)}, expected texts that are not empty")
         self._strings = tuple(strings)
         self._decode = decode
         self._letters = {string[-1] for string in strings} | {CUT_CHARACTER}

@@ -138,13 +138,8 @@ class _Readout:
             metrics = {}
         parts = [terms[name].sum / max(count, 1.0) for name, count in self.loss_counts.items()]
         total = sum(parts[1:], parts[0])
-        kept = metrics | {TERM + name: term for name, term in terms.items()}
-        sums = torch.stack([term.sum.detach() for term in kept.values()]).double()
-        counts = [
-            term.count if isinstance(term.count, Tensor) else sums.new_full((), term.count) for term in kept.values()
-        ]
-        pairs = torch.stack([sums, torch.stack(counts).double()], dim=1)  # [2] each, copied together
-        return total, no_tokens, dict(zip(kept, pairs, strict=True)) | tokens
+        sums = _pairs(metrics | {TERM + name: term for name, term in terms.items()})
+        return total, no_tokens, sums | tokens
 
 
 def _run_schedule(
@@ -199,6 +194,15 @@ def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, flo
     means = {name: total / count if count else 0.0 for name, (total, count) in totals.items()}
     terms = [means.pop(TERM + name) for name in loss_counts]
     return {"loss": math.fsum(terms) if all(map(math.isfinite, terms)) else math.nan, **means}
+
+
+def _pairs(terms: Mapping[str, LossTerm]) -> dict[str, Tensor]:
+    """Each term's sum and count, [2] float64 on the sum's device, copied together. A count may be a plain number."""
+    sums = torch.stack([term.sum.detach() for term in terms.values()]).double()
+    counts = torch.stack(
+        [term.count if isinstance(term.count, Tensor) else sums.new_full((), term.count) for term in terms.values()]
+    ).double()
+    return dict(zip(terms, torch.stack([sums, counts], dim=1), strict=True))
 
 
 def _reduce_metrics(policy: MegatronPolicy, stored: list[dict[str, Tensor]]) -> dict[str, tuple[float, float]]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
-from nemo_edo.interfaces import GenerationEngine, Scorer, Watch
+from nemo_edo.interfaces import GenerationEngine, PartWatch, Scorer
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, ScoredRollout
 from nemo_edo.utils.phases import PhaseClock
@@ -27,15 +27,13 @@ class Parts:
     the end, ``store.write`` with all responses makes one file of them."""
 
     def __init__(
-        self, store: RolloutStore, iteration: int, versions: range | None = None, *, watch: Watch,
-        part_size: int = 2048, clock: PhaseClock | None = None, begin_part: Callable[[], None] | None = None,
+        self, store: RolloutStore, iteration: int, versions: range | None = None, *, watch: PartWatch,
+        part_size: int = 2048, clock: PhaseClock | None = None,
     ) -> None:  # fmt: skip
         """versions: those of the policies that may have generated the responses; None: ``iteration`` alone. part_size:
         responses that are scored and written at a time, at most. clock: where the time of generation and scoring is
-        counted. begin_part: called before an engine gets requests, and may raise RunStopped; None: what the watch
-        does."""
-        self.part_size, self.watch = part_size, watch
-        self.clock, self.begin_part = clock or PhaseClock(), begin_part or watch.stop_if_asked
+        counted."""
+        self.part_size, self.watch, self.clock = part_size, watch, clock or PhaseClock()
         self.store, self.iteration = store, iteration
         self.versions = range(iteration, iteration + 1) if versions is None else versions
         self.earlier = store.stored(iteration)
@@ -73,8 +71,7 @@ class Parts:
             for asked in minibatches(missing, max(1, part_size)):
                 begun = time.monotonic()
                 with clock.phase("generate"):
-                    self.watch.alive()
-                    self.begin_part()
+                    self.watch.begin_part()
                     try:
                         arrivals.add(engine.generate(asked, sampling, *([arrivals] if streams else [])))
                     except (PartlyGenerated, RunStopped) as ended:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from nemo_edo.errors import RunStopped
-from nemo_edo.interfaces import Watch
+from nemo_edo.interfaces import PartWatch
 from nemo_edo.run.control import OUTCOME, STALLED, control_folder, stop_is_asked
 from nemo_edo.worker import dispatch
 
@@ -25,7 +25,7 @@ ONE_CTRL_C_S = 0.25
 STOPPING = "stopping after this step, to save it"
 
 
-class StopSignal(Watch):
+class StopSignal(PartWatch):
     """Inside the block, neither SIGTERM (from a scheduler whose allocation ends) nor Ctrl-C ends the process: it is
     remembered. A second one ends it at once. A job of ``nemo-edo launch`` may ask by a file, too. Asking whether to
     stop is a sign of life for ``watch``."""
@@ -79,6 +79,10 @@ class StopSignal(Watch):
     def alive(self) -> None:
         if self._watch is not None:
             self._watch.beat()
+
+    def begin_part(self) -> None:
+        self.alive()
+        self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
         if self.was_asked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -13,6 +14,8 @@ import time
 from pathlib import Path
 from typing import IO
 
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+"""What flock says on file systems without locks: NFS without a lock daemon, FUSE, Lustre without -o flock."""
 BEAT_S = 10.0  # where locks do not work, an owner touches its file this often...
 ALIVE_S = 60.0  # ...and counts as alive for so long after, seen from another machine
 SETTLE_S = 2.0  # without locks, two processes that began together see each other's name within it
@@ -69,15 +72,16 @@ class OwnedFile:
 
 def _lock(file: IO[str], path: Path) -> str:
     """Why locks do not work there; empty where the file is locked now. Raises InUse where another process has it."""
-    with path.open("a", encoding="utf-8") as again:
-        try:
-            if not _flock(file):
-                file.seek(0)
-                raise InUse(file.readline().strip() or "another process")
-            # Refused to the owner, too, unless locks do nothing.
+    try:
+        if not _flock(file):
+            file.seek(0)
+            raise InUse(file.readline().strip() or "another process")
+        with path.open("a", encoding="utf-8") as again:  # refused to the owner, too, unless locks do nothing
             return "a locked file can be locked again" if _flock(again) else ""
-        except OSError as error:  # as of NFS without a lock daemon, FUSE, Lustre without -o flock
-            return f"errno {error.errno}, {error.strerror}"
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return f"errno {error.errno}, {error.strerror}"
 
 
 def _flock(file: IO[str]) -> bool:

@@ -102,6 +102,8 @@ def test_logs_are_in_the_runs_folder_whatever_characters_its_name_has(tmp_path):
     [slurms] = shlex.split(output)  # as sbatch reads the line
     assert slurms == f"--output={str(folder).replace('%', '%%')}/%%t c/launch/job_%j.log"
     assert "logs=${attempt//%/%%}" in text and text.count('--output="$logs/') == 2
+    with pytest.raises(UserError, match=r"a\\nb.*printable characters.*choose another output_dir"):
+        script(tmp_path, f"output_dir={quoted(str(tmp_path) + '/a' + chr(10) + 'b')}")
 
 
 def test_a_run_sees_its_folders_in_a_container(tmp_path):

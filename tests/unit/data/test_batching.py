@@ -69,6 +69,16 @@ def test_a_token_bound_puts_rows_of_like_length_together_which_stay_in_their_ord
         assert share.shapes == shapes and share.padding_share == pytest.approx(padding)
 
 
+@given(LENGTHS, st.integers(1, 4), st.integers(1, 2), st.integers(0, 60))
+def test_packs_hold_every_row_once_within_their_tokens_and_keep_units_together(lengths, ranks, unit, spare):
+    tokens = unit * max(lengths) + spare
+    lengths = [length for length in lengths for _ in range(unit)]
+    plans = plan_micro_batches(lengths, MicroBatching(1, tokens, packing=True), ranks, unit=unit)
+    for rows in whole_units_once(plans, ranks, len(lengths), unit):
+        assert sum(lengths[row] for row in rows) <= tokens
+    assert plans == plan_micro_batches(lengths, MicroBatching(9, tokens, packing=True), ranks, unit=unit)
+
+
 @given(LENGTHS, st.integers(1, 4), st.integers(20, 100))
 def test_packs_and_ranks_differ_by_no_more_than_a_row_and_are_at_most_twice_as_many_as_could_do(lengths, ranks, tokens):
     plans = plan_micro_batches(lengths, MicroBatching(1, tokens, packing=True), ranks)

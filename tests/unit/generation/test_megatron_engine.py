@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.utils import get_model_config
 
 from nemo_edo.generation import megatron_engine
 from nemo_edo.megatron.decoding_cache import PromptCacheContext
@@ -118,6 +119,13 @@ def test_padding_of_the_vocabulary_is_never_sampled(tiny, policy, requests):
     narrow = SimpleNamespace(chunks=policy.built.chunks, vocab_size=20)
     engine = tiny.build_engine(SimpleNamespace(built=narrow, device=policy.device))
     assert max(max(response) for response in responses(engine.generate(requests, params()))) < 20
+
+
+@pytest.mark.parametrize("size", ["context_parallel_size", "expert_model_parallel_size"])
+def test_context_and_expert_parallelism_are_refused(tiny, policy, monkeypatch, size):
+    monkeypatch.setattr(get_model_config(policy.chunks[0]), size, 2)
+    with pytest.raises(ValueError, match="context nor expert"):
+        tiny.build_engine(policy)
 
 
 @pytest.mark.parametrize(("stop", "max_batch_size"), [(("7",), 64), (("3 1", "00"), 5), (("5 ",), 64)])

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from helpers.completions_server import KEY, STOP_ID, CompletionsServer
 
-from nemo_edo.algorithms.services import Progress
 from nemo_edo.checks import doctor
 from nemo_edo.checks.iteration_time import (
     CACHE_SHARE,
@@ -29,6 +28,7 @@ from nemo_edo.generation import dispatch
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import VLLM
 from nemo_edo.generation.server_engine import ServerEngine
+from nemo_edo.interfaces import PartWatch
 from nemo_edo.rollouts import resumable
 from nemo_edo.rollouts.resumable import Parts
 from nemo_edo.rollouts.store import RolloutStore
@@ -153,7 +153,10 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
         def score(self, rollouts, problems):
             return [ScoredRollout(one, 1.0, "2", True, "correct") for one in rollouts]
 
-    class StopsHalfWay(Progress):
+    class Silent(PartWatch):
+        """Tells nobody."""
+
+    class StopsHalfWay(PartWatch):
         def alive(self) -> None:
             signs.append(1)
 
@@ -161,7 +164,7 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
             if sum(one.ended for one in servers) > len(asked) / 2:
                 raise RunStopped("asked")
 
-    def ask(watch: Progress):
+    def ask(watch: PartWatch):
         return Parts(store, 0, part_size=2048, watch=watch).responses(asked, engine, Scorer(), sampling, [])
 
     with pytest.raises(RunStopped):
@@ -173,13 +176,13 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
     kept, before = len(store.stored(0)), sum(one.ended for one in servers)
     # A busy machine has a few on the way, which ended at the servers and are not stored.
     assert kept > 0.4 * len(asked) and len(signs) > 5, "signs of life, and responses on disk, long before the end"
-    found = ask(Progress())
+    found = ask(Silent())
     assert [item.rollout.seed for item in found] == list(lengths)
     assert sum(one.ended for one in servers) - before == len(asked) - kept
     again = RolloutStore(tmp_path / "again")
     for one in servers:
         one.busy = 0.0
-    Parts(again, 0, watch=Progress()).responses(asked, engine, Scorer(), sampling, [])
+    Parts(again, 0, watch=Silent()).responses(asked, engine, Scorer(), sampling, [])
     took = max(one.busy for one in servers)
     assert took == pytest.approx(planned, rel=0.2)
     assert min(one.busy for one in servers) > 0.5 * took, "no server is idle for long"

@@ -49,6 +49,8 @@ def test_characters_of_several_tokens_are_found_once_they_are_whole(strings, tex
     assert (length, string is not None) == first_cut(strings, utf8, ids)
 
 
-def test_without_strings_everything_is_kept_and_nothing_decoded():
+def test_without_strings_everything_is_kept_and_nothing_decoded_and_an_empty_one_is_refused():
     strings = StopStrings([], lambda ids: pytest.fail("decoded"))
     assert not strings and strings.cut([1, 2, 3]) == (3, None)
+    with pytest.raises(ValueError, match="empty"):
+        StopStrings(["a", ""], pieces)

@@ -184,6 +184,7 @@ def flip_a_bit(path) -> None:
 
 @pytest.mark.parametrize(("damage", "named"), [
     (lambda folder: flip_a_bit(max(folder.glob("*.distcp"))), r"\.distcp"),
+    (lambda folder: flip_a_bit(folder / "about.json"), "about.json"),
     (lambda folder: (folder / "about.json").unlink(), "about.json"),
     (lambda folder: (folder / "checksums.json").unlink(), "checksums.json"),
     (lambda folder: (folder / "more").write_text(""), "more"),

@@ -235,3 +235,9 @@ def test_logprobs_and_entropies_are_those_of_transformers(policy, tiny, tiny_qwe
     for ours, theirs in zip(found, expected, strict=True):
         assert not inside.all() and theirs.abs().max() > 1
         torch.testing.assert_close(ours, theirs * inside, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [3.0, math.nan])
+def test_a_sum_on_the_gpu_and_a_count_on_the_host_become_a_pair_on_the_gpu(count):
+    on_gpu = torch.ones((), device="meta")  # like CUDA, refuses operands on another device
+    assert forward_backward._pairs({"sft": LossTerm(on_gpu, count)})["sft"].device == on_gpu.device

@@ -109,6 +109,24 @@ def test_infer_answers_every_request_from_the_current_weights(model, tiny, batch
         torch.testing.assert_close(logprobs, torch.tensor(rollout.response_logprobs), rtol=0, atol=1e-4)
 
 
+def test_it_is_a_model_of_nemo_whose_parameters_are_megatrons(model):
+    from nemo.core.classes import ModelPT
+
+    assert isinstance(model, ModelPT)
+    own, megatrons = ({id(parameter) for module in modules for parameter in module.parameters()}
+                      for modules in ([model], model.built.chunks))
+    assert own == megatrons != set()
+
+
+def test_a_training_config_with_an_unknown_key_is_an_error_that_names_it(model):
+    from omegaconf import OmegaConf, errors
+
+    settings = OmegaConf.create(OmegaConf.to_container(model.cfg))
+    settings.training.alhpa = 0.1
+    with pytest.raises(errors.ConfigKeyError, match="alhpa"):
+        type(model)(settings)
+
+
 def test_the_loss_of_sft_is_the_mean_negative_log_likelihood_of_response_tokens(make_model, tiny):
     model, batch = make_model(CONFIGS["sft"]), tiny.random_batch()
     logprobs, entropies = over(model).logprobs(batch)

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from nemo_edo.utils import owned_file
-from nemo_edo.utils.owned_file import ALIVE_S, InUse, OwnedFile
+from nemo_edo.utils.owned_file import ALIVE_S, NO_LOCKS, InUse, OwnedFile
 
 
-@pytest.fixture(params=["locks", "no effect", errno.ENOLCK, errno.EINVAL])
+@pytest.fixture(params=["locks", "no effect", *NO_LOCKS])
 def path(request, tmp_path: Path, monkeypatch) -> Path:
     def refuse(*_):
         raise OSError(request.param, os.strerror(request.param))
@@ -48,3 +48,12 @@ def test_without_locks_an_owner_on_another_machine_lives_as_long_as_it_touches_t
     time.sleep(0.3)
     assert path.stat().st_mtime > time.time() - 10
     owner.close()
+
+
+def test_another_error_of_the_lock_is_not_taken_for_a_missing_one(tmp_path: Path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "as told")
+
+    monkeypatch.setattr(owned_file.fcntl, "flock", fail)
+    with pytest.raises(OSError, match="as told"):
+        OwnedFile(tmp_path / "lock")

@@ -12,8 +12,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config import ParallelismConfig
+from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.errors import UserError
+from nemo_edo.megatron import forward_backward
+from nemo_edo.megatron import packing as megatron_packing
 from nemo_edo.megatron.cpu.attention import SDPAttention
+from nemo_edo.megatron.cpu.families import TorchNorm
 from nemo_edo.megatron.layer_spec import FUSED, check_packing, choose_attention, kernels, set_layer_spec
 from nemo_edo.megatron.packing import PackedSequences
 from nemo_edo.megatron.platform import device_and_groups
@@ -73,6 +77,19 @@ def test_each_packed_sequence_attends_to_itself_alone():
     found = attention(*(part.squeeze(1) for part in inputs), None, packed_seq_params=packed(5, 1, 6))
     expected = [attention(*(part[start:end] for part in inputs), None) for start, end in ((0, 5), (5, 6), (6, 12))]
     torch.testing.assert_close(found, torch.cat(expected).squeeze(1), rtol=0, atol=1e-6)
+
+
+def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(policy, tiny, monkeypatch):
+    batch, multiple = tiny.random_batch(rows=6), 7
+    cut = {"micro_batching": MicroBatching(1, 41, packing=True), "temperature": 1.0}
+    expected = tiny.logprobs(policy, batch, **cut)
+    shapes, plain = [], forward_backward.packed_inputs
+    monkeypatch.setattr(forward_backward, "packed_inputs", lambda *args: shapes.append(args[-1]) or plain(*args))
+    monkeypatch.setattr(megatron_packing, "input_shapes", lambda _: InputShapes(multiple=multiple))
+    for found, wanted in zip(tiny.logprobs(policy, batch, **cut), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert {rows for rows, _ in shapes} == {1}
+    assert all(length % multiple == 0 and length <= 41 for _, length in shapes)
 
 
 @pytest.mark.parametrize(("fields", "told"), [
@@ -152,6 +169,13 @@ def test_packing_is_refused_with_layers_of_bridge_that_do_not_see_the_pack():
         torch.nn.Module.__init__(layer)
         with pytest.raises(UserError, match="packing needs layers that keep packed sequences apart"):
             check_packing([layer])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_weights_are_marked_where_ranks_share_the_tokens(name, shared):
+    norm = TorchNorm(config(normalization=name, tensor_model_parallel_size=2, sequence_parallel=shared), 64)
+    assert [parameter.sequence_parallel for parameter in norm.parameters()] == [shared] * len(norm.state_dict())
 
 
 def test_a_cpu_model_runs_on_torch_and_megatron_alone(policy):
