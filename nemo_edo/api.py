@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 KINDS = ("collection", "evaluation", "train_step", "sft_step")
 """Kinds of lines of metrics.jsonl, in the order in which ``plot`` looks for a measurement."""
-LAST_LINES = 20
-"""Of what a failed run has printed, in the error."""
+LAST_LINES = 60
+"""The number of lines that a failed run has printed, in the error."""
 
 
 def train(
@@ -63,7 +63,7 @@ def train(
     status, last = _run(train_command(config_name, given, folder, processes))
     said = "\n".join(last)
     if status == 2:
-        raise UserError(last[-1].removeprefix("nemo-edo: error: "))
+        raise UserError(said.rpartition("nemo-edo: error: ")[2])
     if status == 3:
         raise StoppedByGuard(said)
     if status == os.EX_TEMPFAIL:

@@ -36,8 +36,8 @@ class WorkerFailed(RuntimeError):
     """A rank's worker has failed, ended, or answered another call than the last."""
 
 
-class PartlyGenerated(UserError):
-    """An engine or a judge gave up on some of its requests."""
+class Partly(UserError):
+    """An engine or a scorer gave up on some of what it was asked for."""
 
     def __init__(self, message: str, responses: list) -> None:
         """responses: those that were ready by then, in the order of their requests."""
@@ -46,3 +46,11 @@ class PartlyGenerated(UserError):
 
     def __str__(self) -> str:
         return self.args[0]
+
+
+class PartlyGenerated(Partly):
+    """An engine gave up; ``responses`` are rollouts."""
+
+
+class PartlyScored(Partly):
+    """A judge or a user's function gave up; ``responses`` are scored rollouts."""

@@ -84,7 +84,7 @@ class RunFolder:
         return self.path / "evaluations" / (f"{arm}.json" if iteration is None else f"{arm}/iter_{iteration:05d}.json")
 
     def evaluated_iterations(self, arm: str) -> list[int]:
-        """Those before which the arm's policy has been evaluated, in order."""
+        """The iterations before which the arm's policy has been evaluated, in order."""
         found = (self.path / "evaluations" / arm).glob("iter_*.json")
         return sorted(int(path.stem.removeprefix("iter_")) for path in found)
 

@@ -183,12 +183,12 @@ class TrainingBatch:
 
     @property
     def own(self) -> TrainingBatch:
-        """With mask 0 at the responses of an older policy."""
+        """The batch, with mask 0 at the responses of an older policy."""
         return self if self.older is None else self.with_fields(mask=self.mask * (1 - self.older)[:, None])
 
     @property
     def explored(self) -> TrainingBatch:
-        """With mask 1 at the responses that the exploration term reads only."""
+        """The batch, with mask 1 at the responses that only the exploration term reads."""
         return self if self.older is None else self.with_fields(mask=self.mask * self.older[:, None])
 
     def tensors(self) -> dict[str, Tensor]:

@@ -151,10 +151,12 @@ def _step(run: Services, plan: Plan, batch: TrainingBatch, state: _State, ahead:
     state.steps_taken += 1
     here = state.position(t, step + 1)
     with run.clock.phase("checkpoint"):
-        if ahead.is_done() or any(alarm.action == "stop" for alarm in alarms):
+        saves = ahead.is_done()  # asked once: it may end at any time
+        if saves or any(alarm.action == "stop" for alarm in alarms):
             ahead.finish()  # an error that ended it is raised now, not at the iteration's end
+            saves = True
         respond(alarms, here, place, log=run.log, progress=run.progress, batch=batch, about=metrics)
-        run.progress.reached(here, saves=ahead.is_done())
+        run.progress.reached(here, saves=saves)
 
 
 def train_supervised(

@@ -232,7 +232,7 @@ def shared_folder(machine: Machine) -> Finding:
 
 
 def all_reduce(machine: Machine) -> Finding:
-    """Over all ranks, with the backend of the training."""
+    """An all-reduce over all ranks, with the backend of the training."""
     size = LARGE if machine.gpus else SMALL
     right, seconds = machine.run(_all_reduce, size, world=True, limit_s=min(60.0, machine.limit_s))
     if not right:

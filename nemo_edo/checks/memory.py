@@ -38,7 +38,7 @@ from nemo_edo.megatron.splits import check_adapters, check_splits, check_world
 # libraries, of which 0.73 to 0.86 GB were measured.
 OVERHEAD, CPU_OVERHEAD = int(3e9), int(1e9)
 FRAGMENTATION = 0.05  # assumed: share of what is allocated that PyTorch's allocator cannot use
-LOSS_BLOCK, CPU_LOSS_BLOCK = 2**26, 2**22  # logits that the fused loss layer makes at a time (parallel.linear)
+LOSS_BLOCK, CPU_LOSS_BLOCK = 2**26, 2**22  # logits that the fused loss layer makes at a time (parallel.logprobs)
 ASSUMED_PROMPT = 200  # tokens of a prompt, where the problems are not at hand
 EVALUATION = "evaluation"  # the name of the workload of a run that trains nothing
 

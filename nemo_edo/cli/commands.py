@@ -257,9 +257,9 @@ STOPPED_BY_GUARD = 3  # the exit status
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command. Returns the exit status: 0 on success; 1 where a member of a sweep failed; 2 for an error in
-    the user's input; 3 where a guard stopped the run; 75 (EX_TEMPFAIL) where a run was asked to stop and can resume;
-    130 where Ctrl-C ended another command."""
+    """Runs one command. Returns the exit status: 0 on success; 1 where members of a sweep or checks failed, a worker
+    was lost, or a study has cells left; 2 for an error in the user's input; 3 where a guard stopped the run; 75
+    (EX_TEMPFAIL) where a run was asked to stop and can resume; 130 where Ctrl-C ended another command."""
     end_with_torchrun()  # before the imports, which take a while
     given = sys.argv[1:] if argv is None else argv
     args = parse(given)
@@ -273,7 +273,7 @@ def main(argv: list[str] | None = None) -> int:
         if limit != resource.RLIM_INFINITY:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max(limit, OPEN_FILES), most))
     status = _run(args, is_worker=is_worker)
-    if is_worker:
+    if os.environ.get("RANK", "0") != "0":
         return status
     # Lets the other ranks end. Where the command failed before they had work, torchrun ends them.
     if has_workers and (not status or "nemo_edo.worker.dispatch" in sys.modules):
@@ -288,7 +288,7 @@ def _run(args: argparse.Namespace, *, is_worker: bool) -> int:
     try:
         check_ranks()
         if args.command != "doctor":  # which an installation of the functions alone has, too
-            from nemo_edo.run.tracking import quiet_libraries
+            from nemo_edo.utils.quiet import quiet_libraries
 
             quiet_libraries()
         if not is_worker:

@@ -43,7 +43,7 @@ def require(condition: bool, key: str, value: object, expected: str) -> None:
 
 @dataclass(frozen=True)
 class Constraint:
-    """On a value that is not null."""
+    """A rule for a value that is not null."""
 
     holds: Callable[[Any], bool]
     expected: str

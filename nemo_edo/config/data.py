@@ -220,8 +220,9 @@ class RewardsConfig(Section):
     time_limit_s: Positive = 5.0  # CPU time for one answer; above it the reward is 0.
     time_budget_s: Positive = 60.0
     """Seconds of all workers that answers which reach the time limit may take in one collection, or in an evaluation's
-    greedy or sampled responses, however many parts, ranks and restarts it has. Those left have reward 0; none that is
-    verified within a quarter of a second is among them."""
+    greedy or sampled responses, however many parts and restarts it has; for the rules that a judge is compared with it
+    begins anew at a restart. Those left have reward 0; none that is verified within a quarter of a second is among
+    them."""
     memory_limit_mb: Annotated[int, at_least(512, ": with less, libraries alone exhaust it")] = 1024
     """Address space of a worker process; an answer that exhausts it has reward 0."""
     workers: PositiveInt = 2  # Worker processes that verify, in addition to the first rank's.

@@ -71,7 +71,7 @@ def sequence_lengths(batch: TrainingBatch) -> list[int]:
 
 
 def epoch_order(num_items: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(num_items), determined by the seed and the epoch, the same on every rank."""
+    """A permutation of range(num_items), determined by the seed and the epoch."""
     order = list(range(num_items))
     random.Random(f"{seed}, epoch {epoch}").shuffle(order)  # a text, so that (1, 2) and (2, 1) differ
     return order

@@ -24,7 +24,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 """One of them has the vocabulary. From tokenizer_config.json alone, transformers 5 makes an empty one."""
 READ = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
-"""Of a hub's model: what a folder needs, and no second copy of the weights in another format."""
+"""The files of a hub's model that a folder needs, and no second copy of the weights in another format."""
 ABOUT = ["README.md", "LICENSE*", "NOTICE*"]  # what an export's card takes the licence from
 COPIED = re.compile(r".*\.(json|jinja|model|txt|tiktoken|py)|(licen[cs]e|notice|copying|use_policy).*", re.IGNORECASE)
 """Names of files that come along: tokenizer, template, generation config, licence, code."""

@@ -235,7 +235,7 @@ def encode_solutions(
     return pairs
 
 
-def chat_of(problem: Problem, style: PromptStyle) -> Sequence[Message]:
+def messages_of(problem: Problem, style: PromptStyle) -> Sequence[Message]:
     """The messages that a chat endpoint gets, which applies a chat template itself."""
     asked = _messages(problem, style.template)
     return style.chat.messages(asked) if style.chat else asked

@@ -209,7 +209,7 @@ def seeds_interval(metric: str, values: Sequence[float], *, differences: bool = 
 
 
 def short_interval(interval: Interval) -> str:
-    """Its ends in nine characters at most, for the narrow columns of a terminal: .74-1.00, 10.6-10.7."""
+    """The interval's ends in nine characters at most, for the narrow columns of a terminal: .74-1.00, 10.6-10.7."""
     digits = [2 if abs(end) < 9.995 else 1 if abs(end) < 99.95 else 0 for end in (interval.low, interval.high)]
     ends = (f"{end:.{n}f}" for end, n in zip((interval.low, interval.high), digits, strict=True))
     return "-".join(end.replace("0.", ".", 1) if end.lstrip("-").startswith("0.") else end for end in ends)

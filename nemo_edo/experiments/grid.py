@@ -77,7 +77,7 @@ class Cell:
     """One training of a grid."""
 
     name: str
-    """Its folder below the grid's."""
+    """The cell's folder below the grid's."""
     config_name: str
     overrides: tuple[str, ...]
     """The command line after the config's name, ``name`` and ``output_dir`` included."""

@@ -62,7 +62,7 @@ class ArmEntry:
     """An arm, and the setting of it whose values are the doses."""
 
     arm: str = ""
-    """Its name in ``conf/arm/``; the key by default."""
+    """The arm's name in ``conf/arm/``; the key by default."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Differences from that arm."""
     dose: str = ""
@@ -245,8 +245,8 @@ def changed_cells(study: Study) -> list[StudyCell]:
 
 
 def cpu_hours_left(study: Study) -> float | None:
-    """From the mean CPU seconds of the finished cells of each task, or of all where a task has none, with the warm-ups
-    that are missing; None before the first cell."""
+    """An estimate from the mean CPU seconds of the finished cells of each task, or of all where a task has none, with
+    the warm-ups that are missing; None before the first cell."""
     seconds = {study_table.cell_of(row): float(row["cpu_seconds"]) for row in study_table.read_rows(study.table)}
     trained = {key: cost for key, cost in seconds.items() if key[1] != START}
     starts = {key: cost for key, cost in seconds.items() if key[1] == START}

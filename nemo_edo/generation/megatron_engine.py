@@ -98,9 +98,9 @@ class MegatronEngine:
                     if decoding.alive.sum() < COMPACT_BELOW * len(decoding.rows) or decoding.context.is_full:
                         decoding.compact()
                         if decoding.free_rows:  # for waiting requests; the end of a prompt is a row's next token
-                            requests = decoding.refill(step)
-                            context, owner = self._read_prompts(decoding, requests)
-                            lengths = decoding.prompt_lengths[requests] - 1
+                            begun = decoding.refill(step)
+                            context, owner = self._read_prompts(decoding, begun)
+                            lengths = decoding.prompt_lengths[begun] - 1
                             decoding.context.add(context, self._moved(owner), self._moved(lengths))
                     logits = self._forward(decoding, decoding.last[:, None], decoding.positions(step))
         return rollouts

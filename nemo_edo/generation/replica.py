@@ -155,7 +155,7 @@ class Replica:
         timeout_s: float = 60.0,
         answers_json: bool = True,
     ) -> Any:
-        """As ``utils.http.exchange``, but blocking, and with ServerError for every outcome without a value."""
+        """``utils.http.exchange``, but blocking, and with ServerError for every outcome without a value."""
 
         async def one_request() -> Any:
             async with open_session(self.key) as session:

@@ -141,8 +141,8 @@ class ServerEngine:
 
 @dataclass(eq=False, repr=False)
 class PlainEngine(ServerEngine):
-    """For endpoints of OpenAI's API that return text alone, without token ids and log-probabilities: for evaluations,
-    votes, best-of-N and search of a model that is not trained. Its tokens are those that the tokenizer of
+    """An engine for endpoints of OpenAI's API that return text alone, without token ids and log-probabilities: for
+    evaluations, votes, best-of-N and search of a model that is not trained. Its tokens are those that the tokenizer of
     ``model.path`` makes of the text, so lengths and n-grams are in that tokenizer's tokens."""
 
     _: KW_ONLY

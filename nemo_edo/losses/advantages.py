@@ -125,7 +125,7 @@ def solved_groups(successes: Tensor | Sequence[bool], group_ids: GroupIds) -> Te
     """[B] bool: True where all responses of the response's group succeed (successes: [B], bool or 0 and 1). As 0/1
     weights of the exploration term these leave it the groups that have no policy gradient and nothing to learn."""
     groups, (successes,) = read_groups(group_ids, successes=successes)
-    require_values("successes", successes, (0, 1))
+    require_among("successes", successes, (0, 1))
     return (groups.sum_G(successes.double()) == groups.size_G)[groups.of_B]
 
 
@@ -147,7 +147,7 @@ def pass_at_k_advantages(rewards: Tensor | Sequence[float], group_ids: GroupIds,
         raise ValueError(f"k is {k}, expected at least 1")
     groups, (rewards,) = read_groups(group_ids, rewards=rewards)
     groups.require_pairs()
-    require_values("rewards", rewards, (0, 1))
+    require_among("rewards", rewards, (0, 1))
     if small := groups.smaller_than(k):
         raise ValueError(f"k is {k}, but groups {small} have fewer responses")
     wrong_G = groups.sum_G((rewards == 0).long())
@@ -172,7 +172,7 @@ def positive_downweighted_advantages(
     rewards = torch.as_tensor(rewards).detach()
     if rewards.ndim != 1:
         raise ValueError(f"rewards has shape {tuple(rewards.shape)}, expected [B]")
-    require_values("rewards", rewards, (-1, 0, 1))
+    require_among("rewards", rewards, (-1, 0, 1))
     signed = torch.full(rewards.shape, -negative, dtype=floating_type(rewards), device=rewards.device)
     return signed.masked_fill(rewards == 1, positive)
 
@@ -222,7 +222,7 @@ def read_groups(group_ids: GroupIds, **values_B: Tensor | Sequence[float]) -> tu
     return Groups(list(numbers), of_B, torch.bincount(of_B, minlength=len(numbers))), values
 
 
-def require_values(name: str, values_B: Tensor, allowed: tuple[int, ...]) -> None:
+def require_among(name: str, values_B: Tensor, allowed: tuple[int, ...]) -> None:
     """Raises ValueError, with the rows, for a value other than the allowed ones."""
     other = ~torch.isin(values_B.double(), torch.tensor(allowed, dtype=torch.float64, device=values_B.device))
     if other.any():
@@ -282,7 +282,7 @@ class NgramPaths:
     n: int = 4
     """Words in a gram, at least 1."""
     threshold: float = 0.5
-    """In (0, 1]; 1 links only texts with the same grams."""
+    """A similarity in (0, 1]; 1 links only texts with the same grams."""
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -318,7 +318,7 @@ def redundancy_shares(
     Raises ValueError for lengths that differ and for ``correct`` other than 0 and 1.
     """
     groups, (correct,) = read_groups(group_ids, correct=correct)
-    require_values("correct", correct, (0, 1))
+    require_among("correct", correct, (0, 1))
     labels = paths.tolist() if isinstance(paths, Tensor) else list(paths)
     if len(labels) != len(correct):
         raise ValueError(f"paths has {len(labels)} labels, but correct has {len(correct)} values")
@@ -349,7 +349,7 @@ def novelty_advantages(
     groups, (advantages, shares, correct) = read_groups(
         group_ids, advantages=advantages, shares=shares, correct=correct
     )
-    require_values("correct", correct, (0, 1))
+    require_among("correct", correct, (0, 1))
     right_B, w_B = correct == 1, shares.double()
     # Measured from the lowest share, so that the deviations of equal shares are zero and not a rounding.
     lowest_G = groups.lowest_G(torch.where(right_B, w_B, math.inf))

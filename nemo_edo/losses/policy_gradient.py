@@ -299,7 +299,7 @@ def _selected_tokens(selected: Tensor | None, control: str) -> Tensor | None:
 
 
 def _clipped(held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Where clip_fraction, and of it the share of each bound, is 1: no token is clipped by two."""
+    """clip_fraction, and each bound's share of it, by name: 1 at clipped tokens, none of which two bounds clip."""
     shares = {f"clip_{bound}_fraction": at_BT for bound, at_BT in held.items()}
     return {"clip_fraction": held["low"] | held["high"] | held["dual"], **shares}
 

@@ -72,7 +72,7 @@ class Writing:
 def _write(
     transforms: list, trainer: int, checksums: _Mailbox, rank: int, buckets: Sequence[tuple], results: _Mailbox
 ) -> None:
-    """In the forked process: Megatron's writer, and the checksums of what it wrote, while the files are in memory. Each
+    """Megatron's writer in the forked process, and the checksums of what it wrote, while the files are in memory. Each
     bucket is a file. Megatron's loop over them would report a failed one by the class of its error alone."""
     end_with(trainer)
     written = {}

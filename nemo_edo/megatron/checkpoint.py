@@ -182,7 +182,7 @@ def _layout() -> dict[str, int]:
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """In words; empty: there are none."""
+    """The differences in words; empty: there are none."""
     keys = [key for key in there | here if there.get(key) != here.get(key)]
     return ", ".join(f"{key} is {there.get(key)} there and {here.get(key)} here" for key in keys)
 

@@ -198,7 +198,7 @@ class PromptCacheContext(CacheContext):
         return CachedPrompts(*self._prompts[layer], self._rows, self._outside, self._before)
 
     def keep(self, rows: Tensor, since: int = 0) -> None:
-        """As ``CacheContext``, without the places before the first token of any row that is kept."""
+        """Keeps these rows, as ``CacheContext`` does, without the places before the first token of any of them."""
         if not len(rows):
             since = self.sequence_len_offset
         elif self._begins is not None:

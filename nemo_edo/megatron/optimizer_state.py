@@ -71,7 +71,7 @@ def _states_of_torch(optimizer: MegatronOptimizer) -> Iterator[tuple[dict, torch
 
 
 def _set_with_counter(part: DistributedOptimizer, parameter: torch.nn.Parameter, tensors: dict[str, Tensor]) -> None:
-    """With the parameter's present step counter, which a reshardable state lacks and Megatron asks for."""
+    """Sets the tensors, with the parameter's step counter, which a reshardable state lacks and Megatron asks for."""
     group, place = part.model_param_group_index_map[parameter]
     state = part.optimizer.state[part.optimizer.param_groups[group]["params"][place]]
     DistributedOptimizer._set_main_param_and_optimizer_states(part, parameter, {"step": state["step"], **tensors})
@@ -144,7 +144,7 @@ def _pieces(tensor: ShardedTensor | ShardedTensorFactory, key: str, begin: int, 
 
 
 def _sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: bool = False, metadata=None) -> dict:
-    """In the place of Megatron's ``sharded_param_state_fully_reshardable``."""
+    """A rank's share of the state, instead of Megatron's ``sharded_param_state_fully_reshardable``."""
     bases = {id(base.data): base for base in nested_values(extract_sharded_tensors_and_factories(model_state)[0])}
     state: dict[str, dict] = {}
     for number, (parameter, begin, end) in enumerate(_own_ranges(part)):
@@ -168,7 +168,7 @@ def _sharded_share(part: DistributedOptimizer, model_state: dict, is_loading: bo
 
 @torch.no_grad()
 def _load_share(part: DistributedOptimizer, state: dict) -> None:
-    """In the place of Megatron's ``load_parameter_state_from_fully_reshardable``."""
+    """Loads a rank's share, instead of Megatron's ``load_parameter_state_from_fully_reshardable``."""
     for number, (parameter, begin, end) in enumerate(_own_ranges(part)):
         tensors: dict[str, Tensor] = {}
         for name, pieces in state[f"parameter {number}"].items():

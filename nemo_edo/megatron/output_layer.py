@@ -64,8 +64,9 @@ class LossHead:
             self._weight = None
 
     def _hidden_states(self, hidden: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None):
-        """In the output layer's place: [s, b, h] whole on every tensor-parallel rank, as it would multiply them. With
-        sequence parallelism the ranks' parts of the gradient are added up here on the way back, as the layer would."""
+        """The hidden states in the output layer's place: [s, b, h] whole on every tensor-parallel rank, as it would
+        multiply them. With sequence parallelism the ranks' parts of the gradient are added up here on the way back, as
+        the layer would."""
         self._weight = self._layer.weight if weight is None else weight
         if self._layer.sequence_parallel:
             group = self._layer.tp_group

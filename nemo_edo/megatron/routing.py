@@ -58,7 +58,7 @@ def set_recomputing(chunk: MegatronModule) -> None:
 
 @contextmanager
 def own_routing_afterwards(chunks: list[MegatronModule]) -> Iterator[None]:
-    """After the block routers choose for themselves, and nothing is kept."""
+    """A block after which routers choose for themselves, and nothing is kept."""
     try:
         yield
     finally:

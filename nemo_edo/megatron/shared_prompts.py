@@ -35,7 +35,7 @@ class SharedPrompts(PackedSeqParams):
     others: Tensor | None = None  # shared tokens' other copies
 
     def spread(self, tokens: Tensor) -> list[Tensor]:
-        """For each block [rows, length, ...] of the pack's [t, ...]."""
+        """The pack's [t, ...] as each block's [rows, length, ...]."""
         copies = _Spread.apply(tokens, self.of, self.originals, self.others)
         parts = copies.split([rows * length for rows, length in self.blocks])
         return [part.unflatten(0, block) for part, block in zip(parts, self.blocks, strict=True)]

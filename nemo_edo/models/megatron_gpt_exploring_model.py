@@ -37,7 +37,7 @@ class MegatronGPTExploringModel(MegatronGPTModel):
 
     @abstractmethod
     def exploration_count(self, batch: TrainingBatch) -> float:
-        """Its count over a whole global batch."""
+        """The exploration term's count over a whole global batch."""
 
     def exploration_gradient_ratio(self, share: Share, exploration_count: float) -> float:
         """Norm of the exploration term's gradient at weight 1 over that of the rest of the loss, of a global batch of
@@ -134,7 +134,7 @@ class MegatronGPTGRPOModel(MegatronGPTExploringModel):
         return {"exploration": self._exploration(logprobs, batch).scaled(exploration_weight)}, {}
 
     def _exploration(self, logprobs: Tensor, batch: TrainingBatch) -> losses.LossTerm:
-        """At weight 1."""
+        """The exploration term at weight 1."""
         return losses.grpo_exploration(
             logprobs,
             batch.old_logprobs,

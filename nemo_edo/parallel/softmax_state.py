@@ -73,7 +73,7 @@ class ResultGradients:
     def of(
         cls, log_sum_exp: Tensor, entropies: Tensor, of_log_prob: Tensor | None, of_entropy: Tensor | None
     ) -> ResultGradients:
-        """From what autograd passes: of any shape, perhaps expanded, None where nothing depends on a result."""
+        """Gradients that autograd passes, of any shape, perhaps expanded, None where nothing depends on a result."""
         flat = [None if grad is None else grad.reshape(-1).contiguous() for grad in (of_log_prob, of_entropy)]
         return cls(log_sum_exp, entropies, torch.zeros_like(log_sum_exp) if flat[0] is None else flat[0], flat[1])
 

@@ -22,7 +22,7 @@ class FoundRuns:
     left_out: dict[Path, str]
     """The folders of unfinished runs, with the reason."""
     common: Path
-    """Where the report goes by default."""
+    """The folder that the report goes to by default."""
 
 
 def find_runs(arguments: Sequence[str]) -> FoundRuns:

@@ -40,7 +40,7 @@ class StepData:
     too_long: int  # groups that are dropped because a path is longer than ``data.max_tokens``
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """For each part: questions, right steps, wrong steps, and wrong steps that share a right step's prefix."""
+        """Questions, right steps, wrong steps, and wrong steps that share a right step's prefix, of each part."""
         return {
             part: {
                 "questions": len({group.problem_id for group in groups}),

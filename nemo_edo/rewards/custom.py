@@ -17,7 +17,7 @@ from typing import Any
 
 from nemo_edo.config import RewardsConfig
 from nemo_edo.data.answers import AnswerFormat, canonical_number
-from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.errors import PartlyScored, UserError
 from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.types import Problem, Rollout, ScoredRollout
 from nemo_edo.utils.files import file_name
@@ -133,7 +133,7 @@ class CustomScorer:
         """Nothing: the functions' time limit is of each response."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        """Raises PartlyGenerated, with those before it, where a function failed."""
+        """Raises PartlyScored, with those before it, where a function failed."""
         responses, stopped = read_responses(rollouts, problems, self.answers), None
         of_functions: dict[str, list[Result]] = {}
         for name in self._functions:
@@ -162,7 +162,7 @@ class CustomScorer:
             answer = answer if response.rollout.finished else None
             scored.append(response.scored(total, answer, reason, parts, self.rewards.success_at))
         if stopped is not None:
-            raise PartlyGenerated(stopped, scored)
+            raise PartlyScored(stopped, scored)
         return scored
 
     def close(self) -> None:
@@ -240,7 +240,7 @@ _function = cache(load_function)
 
 @cache
 def signature(path: str, key: str) -> Signature | UserError:
-    """Of the function that the setting ``key`` names; an error where it is missing or takes what is not there."""
+    """The signature of the function that ``key`` names; an error where it is missing or takes what is not there."""
     try:
         function = _function(path, key)
         declared = inspect.signature(function).parameters

@@ -23,7 +23,7 @@ import xxhash
 from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import LONGEST_ANSWER, AnswerFormat, canonical_number, clean_answer
 from nemo_edo.data.benchmarks import TEXT
-from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.errors import PartlyScored, UserError
 from nemo_edo.metrics.paired import cohen_kappa
 from nemo_edo.rewards.judge_prompt import read_json_verdict, read_verdict, request_body
 from nemo_edo.rewards.verifier import CORRECT, TOO_LONG, MathVerifier, Response, read_responses
@@ -191,7 +191,7 @@ class Judge:
             self._rules.begin(0)
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
-        """Raises PartlyGenerated, with those that need no verdict or have one, where the run gave up on the judge."""
+        """Raises PartlyScored, with those that need no verdict or have one, where the run gave up on the judge."""
         responses = read_responses(rollouts, problems, self._answers)
         asked = {
             place: one for place, one in enumerate(responses)
@@ -221,7 +221,7 @@ class Judge:
                 reason = ABSTAINED + outcome if isinstance(outcome, str) else (CORRECT if outcome else said) + agrees
             scored.append(response.scored(float(outcome is True), form, reason))
         if stopped is not None:
-            raise PartlyGenerated(stopped, [one for one in scored if one.has_verdict])
+            raise PartlyScored(stopped, [one for one in scored if one.has_verdict])
         return scored
 
     def _outcomes(self, responses: Mapping[int, Response]) -> tuple[dict[int, bool | str], str | None]:

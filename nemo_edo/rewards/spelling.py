@@ -113,7 +113,7 @@ _TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
 
 
 def _spelled(number: int) -> str:
-    """Of a number below 1000, without hyphens and and."""
+    """The words of a number below 1000, without hyphens and "and"."""
     if number < 20:
         return _SMALL[number]
     above, below = divmod(number, 10 if number < 100 else 100)

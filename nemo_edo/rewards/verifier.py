@@ -55,7 +55,7 @@ class Response:
 
 
 def read_responses(rollouts: Sequence[Rollout], problems: Sequence[Problem], answers: AnswerFormat) -> list[Response]:
-    """In order. Raises KeyError for a rollout of an unknown problem."""
+    """The responses in order. Raises KeyError for a rollout of an unknown problem."""
     known = {problem.id: problem for problem in problems}
     return [
         Response(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from nemo_edo.data.batching import minibatches
-from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.errors import Partly, PartlyGenerated, PartlyScored, RunStopped, UserError
 from nemo_edo.interfaces import GenerationEngine, PartWatch, Scorer
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.types import GenerationRequest, Problem, Rollout, SamplingParams, ScoredRollout
@@ -74,14 +74,15 @@ class Parts:
                     self.watch.begin_part()
                     try:
                         arrivals.add(engine.generate(asked, sampling, *([arrivals] if streams else [])))
-                    except (PartlyGenerated, RunStopped) as ended:
-                        arrivals.add(getattr(ended, "responses", []))
+                    except (Partly, RunStopped) as ended:
+                        if isinstance(ended, PartlyGenerated):
+                            arrivals.add(ended.responses)
                         arrivals.finish()
                         raise
                 self._seconds += time.monotonic() - begun
                 with clock.phase("score"):
                     arrivals.finish()
-        except PartlyGenerated as partly:
+        except Partly as partly:
             raise UserError(
                 f"{partly}. {self._taken + len(arrivals.scored)} responses of iteration {self.iteration} are kept in "
                 f"{self.store.folder}; rerun the command to resume"
@@ -118,7 +119,7 @@ class StoredArrivals:
         """together: for each problem whose responses wait for each other, their number. Those of a problem that lacks
         some at the end are not scored: they are generated again."""
         self.scored: dict[tuple, ScoredRollout] = {}
-        """Those that are on disk, by problem and sample."""
+        """The responses that are on disk, by problem and sample."""
         self._parts, self._scorer, self._problems, self._together = parts, scorer, problems, together
         self._groups: dict[str, list[Rollout]] = {}
         self._known: set[tuple] = set()
@@ -167,7 +168,7 @@ class StoredArrivals:
             self._write(self._next_part())
 
     def _next_part(self) -> list[Rollout]:
-        """At most ``part_size`` of those that wait, but all that belong together."""
+        """The next rollouts that wait: at most ``part_size``, but all that belong together."""
         taken: list[Rollout] = []
         while self._waiting and (not taken or len(taken) + len(self._waiting[0]) <= self._parts.part_size):
             taken += self._waiting.pop(0)
@@ -178,7 +179,7 @@ class StoredArrivals:
         require_version(rollouts, parts.iteration, parts.versions, "the engine")
         try:
             scored = self._scorer.score(rollouts, self._problems)
-        except PartlyGenerated as partly:
+        except PartlyScored as partly:
             scored, gave_up = partly.responses, partly
         if scored:
             parts.store.write_part(parts.iteration, scored)

@@ -16,7 +16,7 @@ from nemo_edo.algorithms.collection import Objective
 from nemo_edo.config.generation import PLAIN
 from nemo_edo.config.run import training_seed
 from nemo_edo.data.model_folder import find_model
-from nemo_edo.data.prompts import chat_of, prompt_text
+from nemo_edo.data.prompts import messages_of, prompt_text
 from nemo_edo.errors import DamagedCheckpoint, UserError
 from nemo_edo.evaluation.results import BEST
 from nemo_edo.generation.in_process import InProcessSync
@@ -45,7 +45,7 @@ class RunSettings:
     training_seed: int
     """The seed that tells the run's trainings from those of other runs; ``arm_seed`` has an arm's."""
     seed: int
-    """Of all evaluations: all arms answer with the same random numbers."""
+    """The seed of all evaluations: all arms answer with the same random numbers."""
     sft: config.SFTConfig
     sampling: config.SamplingConfig
     generation: config.GenerationConfig
@@ -53,7 +53,7 @@ class RunSettings:
     checkpoint: config.CheckpointConfig
     early_stop: config.EarlyStopConfig
     guards: config.GuardsConfig
-    """Of the supervised training; ``Builder.guards`` completes an arm's."""
+    """The guards of the supervised training; ``Builder.guards`` completes an arm's."""
     profile: config.ProfileConfig
 
     @classmethod
@@ -263,7 +263,7 @@ class Builder:
         kind: type[ServerEngine] = ServerEngine
         texts: dict[str, Any] = {}
         if generation.backend == PLAIN:  # what an engine over plain endpoints needs to know of texts and tokens
-            chats = {problem.id: chat_of(problem, data.style) for problem in (*data.train, *data.test)}
+            chats = {problem.id: messages_of(problem, data.style) for problem in (*data.train, *data.test)}
             kind = PlainEngine
             texts = {
                 "encode": lambda text: data.tokenizer.encode(text, add_special_tokens=False),

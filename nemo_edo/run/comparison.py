@@ -23,7 +23,7 @@ from nemo_edo.utils.processes import end_with
 from nemo_edo.worker.remote import RemotePolicy
 
 RECORD = "comparison.json"
-"""In the run's folder: what the comparison has found."""
+"""The file in the run's folder that has the comparison's result."""
 ROWS, LENGTH = 2, 128
 MOST_BYTES = 40 * 10**9
 """The largest model, in fp32, that is compared whole: 10 billion parameters. A larger one takes a CPU minutes."""

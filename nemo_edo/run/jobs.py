@@ -38,7 +38,7 @@ from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.worker import Worker
 
 SENTENCES = 5
-"""Of a report's conclusions that the terminal shows."""
+"""The number of a report's conclusions that the terminal shows."""
 
 __all__ = ["collect", "evaluate", "evaluate_model", "export", "replay", "train"]
 
@@ -119,6 +119,13 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
         workers().call(Worker.enter, opened.cfg.threads)
         data = inputs.load_data(opened.cfg, folder)
         folder.note_inputs(data.made_from.changed)
+        asked = tuple(problem.id for problem in data.test)
+        for other, kept in folder.evaluations(name for name in opened.policies if name not in names).items():
+            if kept.problems != asked:
+                raise UserError(
+                    f"{folder.evaluation(other)} has {len(kept.problems)} test problems, and {arm} would have "
+                    f"{len(asked)} others: evaluate all arms (without --arm), or leave data.* and evaluation.limit"
+                )
         cfg = inputs.with_seq_length(opened.cfg, data)
         settings = RunSettings.of(cfg)
         policies = (WARMUP, *settings.arms, *opened.best_policies)
@@ -127,7 +134,7 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
         metrics = shutil.copyfile(folder.path / METRICS, folder.new / METRICS)
         log, builder = MetricsLog(metrics, log_numbers(None), watch=console), Builder(cfg, folder, data)
         services = RunServices(folder, settings, data, builder, log, StopSignal(), console, PhaseClock())
-        with closing(console), closing(builder):
+        with closing(console), closing(log), closing(builder):
             builder.check_servers()
             builder.check_refit()
             builder.start_servers()

@@ -74,6 +74,9 @@ class MetricsLog:
         if self._watch is not None:
             self._watch(kind, {**values, **clocks})
 
+    def close(self) -> None:
+        self._file.close()
+
     @property
     def elapsed(self) -> float:
         """Seconds since the run began, without those between a process that was killed and the next."""
@@ -234,8 +237,10 @@ def time_line(name: str, seconds: Mapping[str, float]) -> str:
     return f"{name} {clock_time(wall)}: {', '.join(parts)}"
 
 
-def short(number: float) -> str:
-    """A number in few characters: 0, .64, 21, 1.8, 3e-05."""
+def short(number: float | None) -> str:
+    """A number in few characters: 0, .64, 21, 1.8, 3e-05; - for None, which the log has for what is not finite."""
+    if number is None:
+        return "-"
     size = abs(number)
     if size >= 9.95 or number == 0:
         return f"{number:.0f}"

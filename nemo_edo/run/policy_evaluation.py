@@ -32,7 +32,7 @@ from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.worker import Worker
 
 Stores = Mapping[str, RolloutStore]
-"""By kind of responses."""
+"""Stores of responses, by their kind."""
 
 
 def evaluate_policy(
@@ -89,8 +89,9 @@ def evaluate_policy(
 
 def _log(run: RunServices, evaluation: Evaluation, iteration: int, final: bool, seconds: float) -> None:
     """What a judge was asked since the last evaluation, the means with their intervals, and the test problems that an
-    arm has newly solved and lost, since its start and since its last evaluation. The earlier evaluations are read from
-    disk: a resumed run has them, too."""
+    arm has newly solved and lost, since its start and since its last evaluation; nothing where that had other problems,
+    as before ``evaluation.limit`` is changed. The earlier evaluations are read from disk: a resumed run has them, too.
+    """
     arm, judge = evaluation.arm, run.data.judge
     if judge is not None:
         report = judge.take_report()
@@ -100,8 +101,9 @@ def _log(run: RunServices, evaluation: Evaluation, iteration: int, final: bool, 
     if arm != WARMUP:
         earlier = {"": run.folder.evaluation(WARMUP), "_since_last": run.folder.evaluation_before(arm, iteration)}
         for suffix, path in earlier.items():
-            for name, number in newly_solved_and_lost(load_evaluation(path), evaluation).items():
-                changes[name + suffix] = number
+            before = load_evaluation(path)
+            if before.problems == evaluation.problems:
+                changes |= {name + suffix: count for name, count in newly_solved_and_lost(before, evaluation).items()}
     metrics = evaluation.means(resamples=run.settings.evaluation.bootstrap, seed=run.settings.seed)
     clocks = {"evaluation_s": seconds}
     run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -18,9 +18,13 @@ from nemo_edo.run.build import Builder, RunSettings
 from nemo_edo.run.inputs import Data
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 from nemo_edo.run.stop_signal import StopSignal
+from nemo_edo.run.tracking import end_tracking
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.phases import PhaseClock
 from nemo_edo.worker.remote import RemotePolicy
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class RunServices:
     stop: StopSignal
     console: RunConsole
     clock: PhaseClock
-    tracker: object = None
+    tracker: pl.Trainer | None = None
 
     def store(self, folder: Path) -> RolloutStore:
         """Rollouts in a folder, with the run's tokenizer."""
@@ -53,6 +57,9 @@ class RunServices:
     def close(self) -> None:
         self.console.close()
         self.builder.close()
+        self.log.close()
+        if self.tracker is not None:
+            end_tracking(self.tracker, finished=self.folder.is_finished)
         self.folder.close()
 
 
@@ -103,8 +110,8 @@ def profiled(run: RunServices, arm: str, services: Services) -> Iterator[Service
 
 @contextmanager
 def _trace(name: str, path: Path) -> Iterator[None]:
-    """On a GPU the same span is an NVTX range of that name between cudaProfilerStart and cudaProfilerStop, which
-    ``nsys profile --capture-range=cudaProfilerApi`` looks for."""
+    """A trace of the block, written to the path. On a GPU the same span is an NVTX range of that name between
+    cudaProfilerStart and cudaProfilerStop, which ``nsys profile --capture-range=cudaProfilerApi`` looks for."""
     activities = [ProfilerActivity.CPU]
     with ExitStack() as spans:
         if torch.cuda.is_available():

@@ -57,9 +57,8 @@ class StopSignal(PartWatch):
             self._watch.close()
 
     def _receive(self, number: int, _: object) -> None:
-        # By torchrun's variable: the signal may come before the process group is there, or after it. A checkpoint's
-        # writer, forked from this process, gets it as well: it says nothing, and writes to the end.
-        mine = os.getpid() == self._process and os.environ.get("RANK", "0") == "0"
+        # A checkpoint's writer, forked from this process, gets it as well: it says nothing, and writes to the end.
+        mine = os.getpid() == self._process
         if mine and not self._received:
             # A handler must not wait for a lock, so it does not print. On a terminal: in place of the run's line, which
             # replaces it.
@@ -90,7 +89,7 @@ class StopSignal(PartWatch):
 
     @property
     def was_asked(self) -> bool:
-        """As ``is_asked``; no sign of life."""
+        """Whether a stop was asked for; unlike ``is_asked`` this is no sign of life."""
         workers = dispatch.met()
         return self._received or (workers is not None and workers.asked_to_stop) or stop_is_asked()
 
@@ -120,9 +119,9 @@ class StallWatch:
     """
 
     def __init__(self, limit_s: float, folder: Path) -> None:
-        """folder: gets ``stacks_rank_N.txt``."""
+        """folder: gets ``stacks_rank_0.txt``; the other ranks write theirs when they are asked."""
         self._limit_s = limit_s
-        self._path = folder / f"stacks_rank_{os.environ.get('RANK', '0')}.txt"
+        self._path = folder / "stacks_rank_0.txt"
         self._last: float | None = None
         self._file: IO[str] | None = None
 

@@ -1,4 +1,4 @@
-"""NeMo's experiment manager (TensorBoard, W&B or MLflow by its own config), and what libraries print."""
+"""NeMo's experiment manager: TensorBoard, W&B or MLflow by its own config."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ import html
 import logging
 import os
 import re
-import sys
-import tempfile
-import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -23,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_edo.config import ArmConfig
 from nemo_edo.config.checks import without_passwords
-from nemo_edo.errors import CANNOT_WRITE, UserError
+from nemo_edo.errors import UserError
 from nemo_edo.types import Problem, ScoredRollout
 from nemo_edo.utils.files import flattened, json_text, read_object, write_text
 from nemo_edo.utils.wording import did_you_mean
@@ -32,51 +28,8 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers import Logger, MLFlowLogger
 
-CHATTY = ("megatron", "nemo_logger", "httpx")
-"""Loggers that report every optimizer and bucket they set up, or every request; their warnings stay."""
-
-
 EXAMPLES, EXAMPLE_RESPONSES = 6, 3
 """Test problems, and responses to each by each arm, that the trackers show."""
-
-
-def quiet_libraries() -> None:
-    """Leaves the terminal to the run's own lines: called before the libraries are imported."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    for name in CHATTY:
-        logging.getLogger(name).setLevel(logging.WARNING if is_main else logging.ERROR)
-    if not is_main:
-        warnings.simplefilter("ignore")  # the first process says the same
-    # It deprecates its own writer for NVIDIA's resiliency extension, and the format of 2025.
-    logging.getLogger("megatron.core.dist_checkpointing").setLevel(logging.ERROR)
-    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # it recommends another class
-    logging.getLogger("megatron.bridge.utils.fusions").setLevel(logging.ERROR)  # kernels.json says what is in use
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine with nvcc and without a GPU
-    logging.getLogger("nv_one_logger").setLevel(logging.ERROR)  # NeMo's telemetry warns that nobody asked for it
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it takes its level from there; Bridge has it complain
-    if not os.access(os.path.expanduser("~"), os.W_OK):  # where Bridge has its locks otherwise
-        os.environ.setdefault("MEGATRON_CONFIG_LOCK_DIR", tempfile.gettempdir())
-    os.environ.setdefault("MEGATRON_SUPPRESS_FUSION_WARNINGS", "1")  # Bridge names a missing CUDA kernel for each model
-    # A dozen on import that Apex and Transformer Engine are absent (``megatron/cpu/`` is for that very case), and what
-    # libraries deprecate of each other.
-    warnings.filterwarnings("ignore", module="megatron")
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    warnings.filterwarnings("ignore", category=SyntaxWarning)  # Megatron's sources, as they are compiled
-    # Megatron reads a checkpoint's common part in each process by itself.
-    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-    warnings.filterwarnings("ignore", "The argument order of load has been changed")
-    warnings.filterwarnings("ignore", "The `srun` command is available")  # Lightning trains nothing here
-    logging.raiseExceptions = False  # a traceback for each line that a log file on a full disk cannot take
-    threading.excepthook = _one_line_for_a_failed_write
-
-
-def _one_line_for_a_failed_write(args: threading.ExceptHookArgs) -> None:
-    """No traceback where a logger's thread cannot write, as on a full disk: the logger's next use raises it."""
-    if isinstance(args.exc_value, OSError) and args.exc_value.errno in CANNOT_WRITE:
-        message = f"nemo-edo: error: a logger's thread could not write ({args.exc_value}); make room or give access"
-        print(message, file=sys.stderr, flush=True)
-    else:
-        threading.__excepthook__(args)
 
 
 def check_names(settings: dict[str, Any]) -> None:
@@ -189,10 +142,20 @@ def _mlflow_logger(config: dict[str, Any], folder: Path, run_id: str | None) -> 
     settings = OmegaConf.merge(OmegaConf.structured(MLFlowParams), defaults, config.get("mlflow_logger_kwargs", {}))
     try:
         logger = MLFlowLogger(**OmegaConf.to_container(settings))
-        assert logger.run_id  # asks MLflow for the run, or makes it
+        logger.experiment.update_run(logger.run_id, "RUNNING")  # asks MLflow for the run, or makes it
     except MlflowException as error:
         raise ValueError(f"MLflow at {without_passwords(settings.tracking_uri)}: {error}") from error
     return logger
+
+
+def end_tracking(trainer: pl.Trainer, *, finished: bool) -> None:
+    """Tells MLflow how the run ended: KILLED where the same command resumes it. W&B notices the process's end itself,
+    and TensorBoard keeps no status."""
+    from lightning.pytorch.loggers import MLFlowLogger
+
+    for logger in trainer.loggers:
+        if isinstance(logger, MLFlowLogger):
+            logger.experiment.set_terminated(logger.run_id, "FINISHED" if finished else "KILLED")
 
 
 def log_numbers(trainer: pl.Trainer | None) -> Callable[[dict[str, float], int], None]:

@@ -17,7 +17,7 @@ from nemo_edo.config.compose import arm_configs
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.batching import minibatches
-from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.errors import Partly, RunStopped, UserError
 from nemo_edo.evaluation.results import START, Evaluation
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.report.page import write_report
@@ -125,7 +125,7 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
                         raise RunStopped(f"asked to stop: {done} of {len(data.test)} problems have been searched")
                     try:
                         results, records = _search_part(cfg, data, engine, scorer, part, separator, seed)
-                    except PartlyGenerated as partly:
+                    except Partly as partly:
                         kept = f"{done} of {len(data.test)} problems have been searched and are kept"
                         raise UserError(f"{partly}. {kept}") from partly
                     store.write_part(records)

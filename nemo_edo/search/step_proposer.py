@@ -22,7 +22,7 @@ class Draft(NamedTuple):
     rollout: Rollout
     """What has been sampled so far; finished where its end token came or it has stated its final answer."""
     rest: str = ""
-    """What its text has after the last separator."""
+    """The text after the last separator."""
     ended: bool = False
     """Whether it is finished or its tokens are used up; otherwise it continues."""
 

@@ -121,7 +121,7 @@ class SearchNode:
     parent: int | None
     """Index of the parent among the nodes; None for the question, which is node 0."""
     path: StepPath
-    """From the question to this node's own step, the last."""
+    """The steps from the question to this node's own, the last."""
     finished: bool
     samples: int
     """How many of the parent's k samples were this step; 0 for the question."""

@@ -34,8 +34,10 @@ from nemo_edo.utils.ranks import waiting
 from nemo_edo.worker.worker import Worker
 
 T = TypeVar("T")
+News = Callable[[int, Any], None]
+"""Gets a rank and what it tells during a call, from others than rank 0 in another thread; returns at once."""
 KEY = "nemo_edo/controller"
-"""In torch's store: where the controller listens, and the secret that a worker shows there."""
+"""The key in torch's store that says where the controller listens, and the secret that a worker shows there."""
 MEETING_S = 600.0  # how long rank 0 waits for the others, which have begun with it and have nothing to do before
 CONTROLLER_S = 1800.0  # how long the others wait for rank 0, which checks the command's input first
 GRACE_S = 30.0  # for rank 0 to come out of a collective after another rank has failed: NCCL waits for ten minutes
@@ -79,9 +81,8 @@ class Workers:
         self.asked_to_stop = False  # whether another rank's process was
         self._others = list(others)
         self._calls, self._name = 0, ""  # the name of the call under way
-        self.on_news: Callable[[int, Any], None] = lambda rank, news: None
-        """Gets what ranks tell during a call, others than 0 in another thread; returns at once."""
-        self.local.tell = lambda news: self.on_news(0, news)
+        self._news: News = _ignored  # of the call under way
+        self.local.tell = lambda news: self._news(0, news)
         self._is_local_busy = False
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -92,13 +93,16 @@ class Workers:
     def size(self) -> int:
         return 1 + len(self._others)
 
-    def call(self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None) -> list[T]:
+    def call(
+        self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None,
+        news: News | None = None,
+    ) -> list[T]:  # fmt: skip
         """What ``work(worker, *given)`` returns on each rank.
         each: an argument for each rank, before the others. own: one for rank 0's worker alone, after the others; it
-        stays in this process.
+        stays in this process. news: gets what ranks tell during the call.
         Raises what rank 0's worker raises, UserError where another rank alone has one, and WorkerFailed, with rank and
         node, where one fails otherwise or ends."""
-        self._calls, self._name = self._calls + 1, work.__name__
+        self._calls, self._name, self._news = self._calls + 1, work.__name__, news or _ignored
         arguments = [()] * self.size if each is None else [(argument,) for argument in each]
         receivers: dict[int, list[_Rank]] = {}  # the ranks of one data-parallel share get the same bytes
         for other in self._others:
@@ -125,7 +129,7 @@ class Workers:
             failure, answers = self._failure(), [other.answers for other in self._others]
             for other in self._others:
                 other.answers = []
-        self._name = ""
+        self._name, self._news = "", _ignored
         if failure is None and error is not None and self._others and _another_is_gone(str(error)):
             failure = f"rank 0 has lost another one in {work.__name__}: {str(error).partition(chr(10))[0]}"
         if failure is not None:
@@ -173,7 +177,7 @@ class Workers:
         return None
 
     def _receive(self) -> None:
-        """In a thread: rank 0 may wait for a failed rank in a collective."""
+        """Receives answers, in a thread: rank 0 may wait for a failed rank in a collective."""
         waiting = {other.connection: other for other in self._others}
         failed_at = None
         while waiting or failed_at is not None:
@@ -188,7 +192,7 @@ class Workers:
                         del waiting[connection]
                         continue
                     if answer.call == NEWS:
-                        self.on_news(other.rank, answer.value)
+                        self._news(other.rank, answer.value)
                         continue
                     self.asked_to_stop |= answer.asked_to_stop
                     other.answers.append(answer)
@@ -205,6 +209,10 @@ class Workers:
                 other.connection.send_bytes(packed)
             except OSError:  # its end is found where its answer is read
                 other.lost = True
+
+
+def _ignored(rank: int, news: Any) -> None:
+    """What ranks tell during a call that listens to nothing."""
 
 
 def _another_is_gone(error: str) -> bool:

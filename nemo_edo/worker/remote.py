@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_edo.data.shares import joined
 from nemo_edo.interfaces import Arrivals, GenerationEngine, WeightSync
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams, TrainingBatch
-from nemo_edo.worker.dispatch import Workers
+from nemo_edo.worker.dispatch import News, Workers
 from nemo_edo.worker.worker import Place, Worker
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ class RemoteEngine:
             if arrivals is not None:
                 arrivals.add([rollouts[place] for place in places])
 
-        policy.workers.on_news = take
-        policy.workers.call(Worker.generate, sampling, longest, each=policy.for_each_rank(shares))
+        each = policy.for_each_rank(shares)
+        policy.workers.call(Worker.generate, sampling, longest, each=each, news=take)
         return rollouts
 
 
@@ -137,7 +137,12 @@ class SameCalls(Workers):
     def size(self) -> int:
         return torch.distributed.get_world_size()
 
-    def call(self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None) -> list[T]:
+    def call(
+        self, work: Callable[..., T], *given: Any, each: Sequence[Any] | None = None, own: Any = None,
+        news: News | None = None,
+    ) -> list[T]:  # fmt: skip
+        if news is not None:
+            raise NotImplementedError("without a controller nobody hears of a call before it ends")
         first = () if each is None else (each[torch.distributed.get_rank()],)
         answers: list[Any] = [None] * self.size
         last = () if own is None else (own,)

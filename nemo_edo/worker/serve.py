@@ -39,7 +39,7 @@ def serve() -> int:
 
 
 def _read(connection: Connection, calls: queue.SimpleQueue, busy: threading.Event) -> None:
-    """In a thread: the worker may be stuck in a collective when the controller ends, or asks for its stacks."""
+    """Reads calls in a thread: the worker may be in a collective when the controller ends, or asks for its stacks."""
     while True:
         try:
             message = pickle.loads(connection.recv_bytes())

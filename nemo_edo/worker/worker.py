@@ -52,7 +52,7 @@ class Worker:
         device_and_groups(parallelism, seed, threads)
 
     def enter(self, threads: int | None) -> None:
-        """As ``begin``, before the model's split is known."""
+        """``begin``, before the model's split is known."""
         from nemo_edo.megatron import platform
 
         platform.init_process_group(platform.enter(threads))
@@ -120,7 +120,7 @@ class Worker:
             return self.logprobs(share)
 
     def _if_asked(self, values: Tensor | None) -> Tensor | None:
-        """On the CPU, where this rank answers for its share."""
+        """The values on the CPU, or None where this rank does not answer for its share."""
         return None if values is None or not self._answers else values.cpu()
 
     def freeze_reference(self) -> None:
@@ -140,7 +140,7 @@ class Worker:
         checkpoint.save(self.model.policy, folder, extra=extra)
 
     def begin_save(self, folder: Path, with_reference: bool, extra: dict[str, Any], reshardable: bool) -> None:
-        """Of weights and optimizer, in the background; ``is_saved`` completes it."""
+        """Begins to save weights and optimizer in the background; ``is_saved`` completes it."""
         from nemo_edo.megatron import checkpoint
 
         self._writing = checkpoint.begin_save(

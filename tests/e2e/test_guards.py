@@ -132,6 +132,13 @@ def test_an_evaluation_that_is_killed_leaves_the_stored_responses_until_it_has_i
     assert stored.keys() == responses(whole).keys() and stored != responses(whole)
 
 
+def test_an_evaluation_on_other_problems_than_the_stored_ones_is_refused_before_it_generates(runs, nemo_edo):
+    before = responses(runs[0] / "whole")
+    done = nemo_edo("evaluate", str(runs[0] / "whole"), "--arm=grpo", "evaluation.limit=2")
+    assert done.returncode == 2 and "warmup.json has 4 test problems, and grpo would have 2 others" in done.stderr
+    assert responses(runs[0] / "whole") == before
+
+
 def test_an_export_that_is_killed_leaves_nothing_that_looks_whole_and_can_be_repeated(runs, tmp_path, nemo_edo):
     out = tmp_path / "exported"
     command = ["export", str(runs[0] / "whole"), str(out), "--arm=grpo"]

@@ -35,6 +35,7 @@ def ends(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 
 @pytest.mark.parametrize(("status", "line", "error", "told"), [
     (2, "nemo-edo: error: runs/a is in use", UserError, "^runs/a is in use$"),
+    (2, "nemo-edo: error: 2 rows\n" + "  a row\n" * 30 + "mend them", UserError, "^2 rows\n(  a row\n){30}mend them$"),
     (3, "nemo-edo: stopped by a guard: grpo", StoppedByGuard, "a guard: grpo"),
     (75, "nemo-edo: stopped; the same command resumes", RunStopped, "^stopped; the same"),
     (1, "ValueError: a bug", RuntimeError, "status 1; its last lines:\nfirst\nValueError: a bug"),

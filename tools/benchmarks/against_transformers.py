@@ -125,7 +125,7 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoModelForCausalLM
 
-    from nemo_edo.run.tracking import quiet_libraries
+    from nemo_edo.utils.quiet import quiet_libraries
 
     quiet_libraries()
     torch.set_num_threads(1)

@@ -86,8 +86,8 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     from nemo_edo.generation.megatron_engine import MegatronEngine
     from nemo_edo.rollouts.store import RolloutStore
     from nemo_edo.run.metrics_log import MetricsLog
-    from nemo_edo.run.tracking import quiet_libraries
     from nemo_edo.types import Problem, ScoredRollout
+    from nemo_edo.utils.quiet import quiet_libraries
     from nemo_edo.worker.remote import policy_over
 
     quiet_libraries()

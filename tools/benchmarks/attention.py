@@ -23,7 +23,7 @@ import one_step
 import torch
 from llama import write_model
 
-from nemo_edo.run.tracking import quiet_libraries
+from nemo_edo.utils.quiet import quiet_libraries
 
 HEADS, GROUPS, HEAD_SIZE = 8, 2, 64
 SHAPES = ((40, 64), (128, 16), (512, 4), (2048, 1), (4096, 1))

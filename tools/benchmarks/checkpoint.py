@@ -21,7 +21,7 @@ import one_step
 import torch
 from llama import write_model
 
-from nemo_edo.run.tracking import quiet_libraries
+from nemo_edo.utils.quiet import quiet_libraries
 
 ROWS, TOKENS = 4, 64
 ARCHITECTURE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16}

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from llama import write_model
 
-from nemo_edo.run.tracking import quiet_libraries
+from nemo_edo.utils.quiet import quiet_libraries
 
 ROWS, PROMPT, RESPONSE, MICRO_BATCH = 320, 10, 30, 160
 ARCHITECTURES = {

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from llama import write_model
 
-from nemo_edo.run.tracking import quiet_libraries
+from nemo_edo.utils.quiet import quiet_libraries
 
 PROMPT_TOKENS, NEW_TOKENS, SAMPLES = 10, 28, 10
 ARCHITECTURES = {

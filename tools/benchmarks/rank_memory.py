@@ -74,7 +74,7 @@ def main() -> None:
         for rollouts in args.rollouts:
             measure(rollouts, args.tokens)
         return
-    from nemo_edo.run.tracking import quiet_libraries
+    from nemo_edo.utils.quiet import quiet_libraries
 
     quiet_libraries()
     if os.environ["RANK"] == "0":

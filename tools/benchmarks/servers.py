@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from nemo_edo.run.tracking import quiet_libraries
+from nemo_edo.utils.quiet import quiet_libraries
 
 WARM_UP = 32
 """Requests before an engine is timed."""

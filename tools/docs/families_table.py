@@ -293,7 +293,7 @@ def served(name: str, folder: Path) -> str:
 
 
 def child(names: list[str], folders: Path, out: Path, split: str | None) -> None:
-    from nemo_edo.run.tracking import quiet_libraries
+    from nemo_edo.utils.quiet import quiet_libraries
 
     quiet_libraries()
     from nemo_edo.megatron import platform

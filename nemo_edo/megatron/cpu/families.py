@@ -18,7 +18,7 @@ from nemo_edo.megatron.cpu.attention import RotatingSelfAttention
 
 
 class ZeroCentredRMSNorm(torch.nn.RMSNorm):
-    """Its weights are stored as their difference from 1, and added to it in fp32 (Gemma)."""
+    """An RMSNorm whose weights are stored as their difference from 1, and added to it in fp32 (Gemma)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).to(hidden.dtype)

@@ -274,12 +274,11 @@ def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_pat
     assert not control.stop_is_asked()
     (tmp_path / "stop").touch()
     assert control.stop_is_asked()
-    monkeypatch.setenv("RANK", "1")
-    control.tell_outcome(control.FINISHED)
-    assert not (tmp_path / "outcome").exists()
-    monkeypatch.setenv("RANK", "0")
-    control.tell_outcome(control.FINISHED)
-    assert (tmp_path / "outcome").read_text() == "finished\n"
+    for rank in ("1", "0"):
+        assert not (tmp_path / "outcome").exists()
+        monkeypatch.setenv("RANK", rank)
+        assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert (tmp_path / "outcome").read_text() == "failed with status 2\n"
 
 
 @pytest.mark.parametrize(("overrides", "named"), [

@@ -186,4 +186,3 @@ def test_the_shipped_long_config_takes_its_planned_time_and_resumes_in_the_middl
     took = max(one.busy for one in servers)
     assert took == pytest.approx(planned, rel=0.2)
     assert min(one.busy for one in servers) > 0.5 * took, "no server is idle for long"
-    print(planned, took)

@@ -12,7 +12,7 @@ from nemo_edo.config.compose import compose_run
 from nemo_edo.config.data import RewardFunctionConfig
 from nemo_edo.data.answers import HASHES_TEXT
 from nemo_edo.data.problems import LoadedProblems
-from nemo_edo.errors import PartlyGenerated, UserError
+from nemo_edo.errors import PartlyScored, UserError
 from nemo_edo.rewards.custom import CustomScorer
 from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.types import Problem
@@ -138,7 +138,7 @@ def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_wa
     scorer, tmp_path, path, before, message
 ):
     own = scorer(path, time_limit_s=0.5 if path == "slow" else 30.0)
-    with pytest.raises(PartlyGenerated) as failed:
+    with pytest.raises(PartlyScored) as failed:
         own.score(rollouts(), PROBLEMS)
     said, sample = str(failed.value), 0 if path in ("too_few", "trl_without") else 2
     problem = PROBLEMS[sample // 2]
@@ -165,7 +165,7 @@ def test_trl_functions_get_messages_where_the_data_are_chats(scorer, tmp_path):
 
 
 def test_what_is_kept_of_a_failed_call_never_splits_a_group_of_a_function_that_compares_responses(scorer):
-    with pytest.raises(PartlyGenerated) as failed:
+    with pytest.raises(PartlyScored) as failed:
         scorer("best", "raises").score(rollouts(["a", "b", "bb", "bad"]), PROBLEMS)
     assert [one.rollout.problem_id for one in failed.value.responses] == ["p-1", "p-1"]
     assert scorer("best").by_group and not scorer("right").by_group

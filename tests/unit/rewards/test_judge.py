@@ -14,7 +14,7 @@ from helpers.responses import scored
 
 from nemo_edo.config import JudgeConfig
 from nemo_edo.data.answers import answer_format
-from nemo_edo.errors import PartlyGenerated
+from nemo_edo.errors import PartlyScored
 from nemo_edo.rewards.judge import Judge, JudgeCache, Reply, request_key
 from nemo_edo.rewards.judge_prompt import CHOICES, read_json_verdict, read_verdict, request_body
 from nemo_edo.types import ABSTAINED, RULES_AGREE, RULES_DISAGREE, Problem, Rollout
@@ -150,7 +150,7 @@ def test_up_to_max_abstained_abstentions_are_scored_and_above_it_the_rest_is_kep
     with ChatServer(lambda _, body: (200, "no idea" if "bad" in content(body) else "verdict: correct")) as server:
         scored = score(judge_of(server, max_abstained=0.2), *rollouts)
         assert [one.has_verdict for one in scored] == [True] * 8 + [False] * 2
-        with pytest.raises(PartlyGenerated, match="2 of 10") as stopped:
+        with pytest.raises(PartlyScored, match="2 of 10") as stopped:
             score(judge_of(server, max_abstained=0.19), *rollouts)
     assert [one.rollout.sample_index for one in stopped.value.responses] == list(range(8))
 
@@ -159,7 +159,7 @@ def test_up_to_max_abstained_abstentions_are_scored_and_above_it_the_rest_is_kep
 def test_a_server_that_refuses_every_request_stops_the_run_which_keeps_known_verdicts(ask, judge_of, status: int):
     ask(correct, states("it"))
     with ChatServer(lambda *_: (status, {"error": "no"})) as server:
-        with pytest.raises(PartlyGenerated, match=f"status {status}") as stopped:
+        with pytest.raises(PartlyScored, match=f"status {status}") as stopped:
             score(judge_of(server, max_in_flight=1, max_abstained=1.0),
                   states("it"), states("that", sample=1), states("this", sample=2))  # fmt: skip
     assert [one.rollout.sample_index for one in stopped.value.responses] == [0] and len(server.bodies) == 1

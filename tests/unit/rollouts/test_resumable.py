@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.responses import scored
 
-from nemo_edo.errors import PartlyGenerated, RunStopped, UserError
+from nemo_edo.errors import PartlyGenerated, PartlyScored, RunStopped, UserError
 from nemo_edo.interfaces import PartWatch
 from nemo_edo.rollouts import resumable
 from nemo_edo.rollouts.resumable import Parts
@@ -115,7 +115,12 @@ def test_a_run_that_is_asked_to_stop_keeps_what_has_ended(tmp_path):
     assert [item.rollout.problem_id for item in RolloutStore(tmp_path).stored(ITERATION)] == ["p-6", "p-1"]
 
 
-def test_a_scorer_that_fails_meanwhile_ends_the_generation(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("error", "told"), [
+    (UserError("no such rule"), "^no such rule$"),
+    (PartlyScored("no judge is left", [SCORER.score([answer(REQUESTS[0])], [])[0]]),
+     "^no judge is left. 1 responses of iteration 3 are kept in .*; rerun"),
+])
+def test_a_scorer_that_fails_meanwhile_ends_the_generation_with_its_reason(tmp_path, monkeypatch, error, told):
     monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
 
     class Patient(Streaming):
@@ -128,9 +133,9 @@ def test_a_scorer_that_fails_meanwhile_ends_the_generation(tmp_path, monkeypatch
             raise AssertionError("nothing ended it")
 
     def fail(rollouts, problems):
-        raise UserError("no such rule")
+        raise error
 
-    with pytest.raises(UserError, match="no such rule"):
+    with pytest.raises(UserError, match=told):
         ask(RolloutStore(tmp_path), Patient(), scorer=SimpleNamespace(score=fail))
 
 

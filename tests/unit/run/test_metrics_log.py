@@ -81,6 +81,11 @@ def test_a_number_that_is_not_finite_is_reported_and_no_line_is_written(log: Met
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
+def test_a_warm_ups_step_whose_loss_is_not_finite_has_a_line_too(capsys):
+    RunConsole({"warmup": 4, "grpo": 2})("sft_step", {"step": 1, "loss": None})
+    assert capsys.readouterr().out == "[1/2] warmup 2/4 loss -\n"
+
+
 NAME = "ed_grpo_with_a_floor_and_a_very_long_name"
 
 

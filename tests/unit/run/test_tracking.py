@@ -8,10 +8,10 @@ from unittest import mock
 
 import pytest
 from helpers.responses import scored
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 
 from nemo_edo.config import GRPOConfig
-from nemo_edo.run.tracking import hyperparameters, log_numbers, log_solutions, start_tracking
+from nemo_edo.run.tracking import end_tracking, hyperparameters, log_numbers, log_solutions, start_tracking
 from nemo_edo.types import Problem
 from nemo_edo.utils.files import read_object
 
@@ -52,6 +52,15 @@ def test_a_resumed_run_has_the_id_in_wandb_that_it_began_with(tmp_path: Path, mo
         ids.append(logger.experiment.id)
         logger.experiment.finish()
     assert ids[0] == ids[1] == read_object(tmp_path / "trackers.json", ())["wandb"] == chosen.get("id", ids[0])
+
+
+@pytest.mark.parametrize(("finished", "status"), [(True, "FINISHED"), (False, "KILLED")])
+def test_mlflow_is_told_how_a_run_ended_and_other_loggers_are_left_alone(monkeypatch, finished: bool, status: str):
+    client = mock.Mock()
+    monkeypatch.setattr(MLFlowLogger, "experiment", client)
+    monkeypatch.setattr(MLFlowLogger, "run_id", "r1")
+    end_tracking(trainer(mock.Mock(), MLFlowLogger.__new__(MLFlowLogger)), finished=finished)
+    assert client.mock_calls == [mock.call.set_terminated("r1", status)]
 
 
 def test_a_single_arm_has_its_alpha_under_its_plain_name_and_nothing_that_may_hold_a_key_is_logged():

@@ -87,8 +87,8 @@ def test_each_rank_gets_its_argument_and_answers_in_the_order_of_the_ranks(start
 
 def test_what_ranks_tell_during_a_call_arrives_with_their_number(start):
     workers, heard = start(None, None), []
-    workers.on_news = lambda rank, news: heard.append((rank, news))
-    workers.call(tell, each=["of 0", "of 1", "of 2"])
+    workers.call(tell, each=["of 0", "of 1", "of 2"], news=lambda rank, news: heard.append((rank, news)))
+    workers.call(tell, each=["unheard"] * 3)
     assert sorted(heard) == [(0, "of 0"), (1, "of 1"), (2, "of 2")]
 
 

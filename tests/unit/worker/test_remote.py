@@ -27,7 +27,8 @@ class Ranks(Workers):
         self.find = find
         self.local.model = SimpleNamespace(shares=lambda batch: cut(batch, MicroBatching(2), 2, InputShapes()))
 
-    def call(self, work, *given, each, own=None) -> list:
+    def call(self, work, *given, each, own=None, news=None) -> list:
+        self.news = news
         return [self.find(rank, each[rank]) if place.answers else None for rank, place in enumerate(PLACES)]
 
 
@@ -52,7 +53,7 @@ def test_responses_return_to_their_requests_and_arrive_as_they_end():
     def find(rank, requests):
         found = [Rollout(one.problem_id, 0, (), [one.seed], [-1.0], "", True, 0, one.seed) for one in requests]
         for place in (1, 0, 2)[: len(found)]:  # as they end
-            ranks.on_news(rank, ([place], [found[place]]))
+            ranks.news(rank, ([place], [found[place]]))
 
     ranks = Ranks(find)
     engine = RemoteEngine(RemotePolicy(ranks, PLACES))
