@@ -7,14 +7,16 @@ A block is a task and a seed. Its value is the mean vote@10 of the trainings wit
 minus that of the two trainings with plain GRPO, at temperature 1. The estimate is the weighted mean over tasks of the
 means over their seeds. A task's weight is in inverse proportion to the standard deviation of its pilots' votes
 (``pilot_spreads``), and so fixed before the study's first run: a task where two trainings lie far apart tells less. The
-standard error is from the seeds' spread within each task, so that tasks may differ in level and in effect. That is the
-mixed model with blocks as random effects, for the tasks at hand.
+standard error is from the seeds' spread within each task, so that tasks may differ in level and in effect: a stratified
+mean with Satterthwaite's degrees of freedom, for the tasks, starts and test problems at hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -27,7 +29,7 @@ from scipy.special import stdtrit
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.experiments.study import Study, read_study
-from nemo_edo.experiments.study_table import Row, last_rows, read_rows
+from nemo_edo.experiments.study_table import Row, cell_of, last_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
 PILOTS = ROOT / "docs" / "studies" / "pilots.csv"
@@ -94,7 +96,9 @@ def difference(block: Block) -> float:
 def permutation_p(
     found: Mapping[str, Sequence[Block]], weights: Mapping[str, float], rng: np.random.Generator
 ) -> float:
-    """Two-sided, with the trainings of each block in random order: exact where the form changes nothing."""
+    """The two-sided p-value with the trainings of each block in random order. Exact only if these are exchangeable:
+    the doses and one of the controls share a seed, and where doses correlate by 0.3 it is below 0.05 in 0.09 of studies
+    without an effect."""
     seen = abs(sum(weights[task] * fmean(map(difference, of_task)) for task, of_task in found.items()))
     drawn = np.zeros(PERMUTATIONS)
     for task, of_task in found.items():
@@ -110,19 +114,41 @@ def answer(study: Study) -> str:
     left = len(study.unfinished())
     if left:
         return f"In progress: {len(study.cells) - left} of {len(study.cells)} cells; no verdict before the last."
-    found = blocks(read_rows(ROOT / study.table), DOSES)
-    weights = task_weights(pilot_spreads(read_rows(PILOTS)))
-    values = {task: [difference(block) for block in of_task] for task, of_task in found.items()}
-    result = estimate([*values.values()], [weights[task] for task in values])
+    cells = {cell.key for cell in study.cells}
+    rows = [row for row in read_rows(ROOT / study.table) if cell_of(row) in cells]
+    found, weights = blocks(rows, DOSES), task_weights(pilot_spreads(read_rows(PILOTS)))
+    if {task: len(of_task) for task, of_task in found.items()} != dict.fromkeys(study.tasks, len(study.seeds)):
+        return f"No verdict: of {len(study.seeds)} blocks of each task, some are incomplete: {found.keys()}"
+    result = weighted(found, weights)
     (low, high), (least, most) = result.interval(0.95), result.interval(0.90)
     better, worse, equal = result.verdict
     shown = [text for holds, text in ((better, "it raises votes"), (worse, "it lowers votes"),
-                                      (equal, f"the change is less than {SMALL:g}")) if holds]  # fmt: skip
+                                      (equal, f"the mean change over doses is less than {SMALL:g} either way"))
+             if holds]  # fmt: skip
     head = f"Shown: {' and '.join(shown)}" if shown else f"Neither a change nor one of less than {SMALL:g} is shown"
     return (
         f"{head}. Votes change by {result.mean:+.4f}, 95 % interval [{low:+.4f}, {high:+.4f}], 90 % interval "
-        f"[{least:+.4f}, {most:+.4f}], permutation p = {permutation_p(found, weights, np.random.default_rng(0)):.4f}."
+        f"[{least:+.4f}, {most:+.4f}], permutation p = {permutation_p(found, weights, np.random.default_rng(0)):.4f}. "
+        + sensitivity(rows, weights)
     )
+
+
+def weighted(found: Mapping[str, Sequence[Block]], weights: Mapping[str, float]) -> Estimate:
+    values = {task: [difference(block) for block in of_task] for task, of_task in found.items()}
+    return estimate([*values.values()], [weights[task] for task in values])
+
+
+def sensitivity(rows: Sequence[Row], weights: Mapping[str, float]) -> str:
+    """The trainings that guards stopped, and the estimate without their blocks, which decides nothing."""
+    stopped = [row for row in rows if row["note"] and row["arm"] in (FORM, *CONTROLS)]
+    if not stopped:
+        return "No guard stopped a training."
+    hit = {(row["task"], row["seed"]) for row in stopped}
+    left = weighted(blocks([row for row in rows if (row["task"], row["seed"]) not in hit], DOSES), weights)
+    low, high = left.interval(0.95)
+    arms = Counter(f"{row['arm']} {row['dose']}".strip() for row in stopped)
+    counts = ", ".join(f"{count} of {arm}" for arm, count in arms.items())
+    return f"Guards stopped {counts}; without these blocks {left.mean:+.4f} [{low:+.4f}, {high:+.4f}]."
 
 
 def pilot_votes(rows: Iterable[Row]) -> dict[str, list[float]]:
@@ -196,6 +222,7 @@ def power_table() -> str:
 
 
 if __name__ == "__main__":
+    os.chdir(ROOT)  # the study's table is named from there
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--power", action="store_true")
     if parser.parse_args().power:

@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 from paper_claims import FAMILIES, METRIC, Finding, findings
 from paper_claims import markdown as claims_table
+from primary_question import CONTROLS
 from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
 from nemo_edo.experiments.study import Study, cpu_hours_left, read_study, verdict_lines
-from nemo_edo.experiments.study_table import Row, cell_of, last_rows, read_rows
+from nemo_edo.experiments.study_table import METRICS, Row, cell_of, last_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "study_tables.md"
@@ -45,6 +46,13 @@ LENGTH = "response_length"
 MEANED = (*SHOWN, *METRIC.values(), "well_formed")
 """The columns that have a mean over tasks; METRIC's and the last are those of the claims."""
 BASELINE = "grpo"
+REGISTERED = "collapse"
+"""The study with one primary question (primary_question.py): nothing of its results is shown before its last cell."""
+ITS_RULES = (
+    "All of this is secondary. Differences are from the mean of the two GRPO trainings of the same task and seed, "
+    "which the line grpo has, and unweighted over tasks. A training that a guard stopped has votes of 0 and no other "
+    "metric."
+)
 ITS_BASELINE = {family.arm: family.baseline for family in FAMILIES}
 """The baselines of the paper's forms: over all tasks each form is compared with its dose 0."""
 Arm = tuple[str, str]
@@ -80,8 +88,9 @@ def together(found: list[Study]) -> list[Finding]:
 
 
 def files(found: list[Study]) -> list[list[Row]]:
-    """The rows of each of the studies' tables."""
-    return [read_rows(ROOT / table) for table in dict.fromkeys(study.table for study in found)]
+    """The rows of each of the studies' tables; of the registered study, whose tasks have other settings, none."""
+    tables = dict.fromkeys(study.table for study in found if study.name != REGISTERED)
+    return [read_rows(ROOT / table) for table in tables]
 
 
 def meaned(rows: list[Row], temperature: str = "1") -> list[Row]:
@@ -109,6 +118,12 @@ def tables(study: Study) -> list[str]:
     and then what the study is for: the doses that would be chosen, or the verdict on a held-out claim."""
     rows = study_rows(study)
     found: list[str | None] = [state(study, rows)]
+    if study.name == REGISTERED:
+        if study.unfinished():
+            return [state(study, rows), "Its results come with the last cell."]
+        stopped = ", ".join(" ".join(cell_of(row)[:3]) for row in rows if row["note"])
+        found.append(f"{ITS_RULES} Stopped: {stopped or 'none'}.")
+        rows = of_blocks(rows)
     for task in study.tasks:
         of_task = [row for row in rows if row["task"] == task]
         if of_task:
@@ -127,6 +142,24 @@ def study_rows(study: Study) -> list[Row]:
         study.start(task, seed).key for task in study.tasks for seed in study.seeds
     }
     return [row for row in read_rows(ROOT / study.table) if cell_of(row) in wanted]
+
+
+def of_blocks(rows: list[Row]) -> list[Row]:
+    """The last rows, with the mean of a block's two GRPO trainings in place of both; ``ITS_RULES``."""
+    found: list[Row] = []
+    plain: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for one in last_rows(rows, "1").values():
+        row = {
+            **one,
+            **(dict.fromkeys(METRICS, "") | {"vote": "0", "note": "", "temperature": "1"} if one["note"] else {}),
+        }
+        of_arm = plain[row["task"], row["seed"]] if row["arm"] in CONTROLS else found
+        of_arm.append(row)
+    for both in plain.values():
+        known = {metric: [float(row[metric]) for row in both if row[metric]] for metric in METRICS}
+        means = {metric: str(fmean(values)) if values else "" for metric, values in known.items()}
+        found.append({**both[0], "arm": BASELINE, **means})
+    return found
 
 
 def state(study: Study, rows: list[Row]) -> str:
