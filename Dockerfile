@@ -30,7 +30,8 @@ RUN tools/uv venv --system-site-packages /opt/trainer \
     && tools/uv export --locked --quiet --no-hashes --no-header --no-annotate --no-default-groups --no-emit-project \
         --all-extras --prune torch --prune triton --prune numpy --prune cuda-bindings --output-file locked.txt \
     && tools/uv pip install --python /opt/trainer/bin/python --no-deps --requirements locked.txt
-ENV PATH=/opt/trainer/bin:$PATH
+# Apptainer mounts the home, whose ~/.local would come before the image's packages.
+ENV PATH=/opt/trainer/bin:$PATH PYTHONNOUSERSITE=1
 
 COPY LICENSE README.md ./
 COPY conf conf

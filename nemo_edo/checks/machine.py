@@ -59,7 +59,7 @@ class Check:
     nodes: int = 1
     gpu: bool = False
     te: float = 0.0  # Transformer Engine, on GPUs of this capability
-    spare_gpus: int = 0  # of a node, more than the trainer has; on another node, only where nodes have GPUs
+    spare_gpus: int = 0  # of a node with GPUs, more than the trainer has
 
     def lacking(self, machine: Machine) -> str | None:
         """Why the machine cannot do it; None where it can."""
@@ -76,7 +76,7 @@ class Check:
         if self.te and (here := float(machine.gpus[0].capability)) < self.te:
             return f"it needs a GPU of capability {self.te}; this is {here}"
         spare = max(0, len(machine.gpus) - machine.local_size)
-        if spare < self.spare_gpus and (machine.gpus or self.nodes == 1):
+        if machine.gpus and spare < self.spare_gpus:
             return f"it needs {self.spare_gpus} more GPUs on a node than the trainer has"
         return None
 
@@ -143,6 +143,7 @@ class Machine:
     references: dict[Any, Any] = field(default_factory=dict)  # what several checks compare with, by what it is of
     forks: bool = True  # whether the processes of checks are forked
     check: str = ""  # the name of the check that runs
+    gpus_expected: int = 0  # of each node
 
     @classmethod
     def of_ranks(
@@ -158,7 +159,10 @@ class Machine:
             serves = rank == 0 and os.environ.get(AGENT) != "True"
             limit = timedelta(seconds=max(limit_s, start_limit_s))
             store = TCPStore(address, port, is_master=serves, timeout=limit, wait_for_workers=False)
-        scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_checks_"))
+        # A job's folder outlives the node's own, which may be private to the job.
+        control = os.environ.get("NEMO_EDO_CONTROL", "")
+        place = control if os.access(control, os.W_OK) else None
+        scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_checks_", dir=place))
         machine = cls([None] * world, folder, scratch, rank, nodes, store, max(limit_s, start_limit_s))
         facts = machine.exchange("facts", facts_here(with_torch=world > 1))
         machine = replace(machine, facts=facts, limit_s=limit_s)

@@ -137,11 +137,11 @@ CHECKS = [
           remedy="start fewer processes on a node, or set checkpoint.reshardable=false, and report the figures"),
     Check("training", "speed", numbers.speed,
           remedy="the other checks say what does not work; without any, memory may be short"),
-    Check("server", "vLLM, refit by disk", server_run, every_rank=True),
-    Check("server", "vLLM, refit by NCCL", lambda machine: server_run(machine, *TO_NCCL), spare_gpus=1,
+    Check("server", "vLLM, refit by disk", server_run, spare_gpus=1, every_rank=True),
+    Check("server", "vLLM, refit by NCCL", lambda machine: server_run(machine, *TO_NCCL), gpu=True, spare_gpus=1,
           every_rank=True),
     Check("server", "two vLLM servers over two GPUs each, refit by NCCL",
-          lambda machine: server_run(machine, *TO_NCCL, *TWO), spare_gpus=4, every_rank=True),
+          lambda machine: server_run(machine, *TO_NCCL, *TWO), gpu=True, spare_gpus=4, every_rank=True),
     Check("server", "vLLM on another node, refit by disk", server_on_another_node, nodes=2, spare_gpus=1,
           every_rank=True),
     Check("server", "vLLM, asleep during training", lambda machine: server_run(machine, *ASLEEP), gpu=True,
@@ -251,6 +251,7 @@ def check_nodes() -> int:
     parser.add_argument("--folder", type=Path, required=True, help="shared by all nodes")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for all of it")
     parser.add_argument("--start-limit", type=float, default=START_LIMIT_S, help="seconds for the last rank to start")
+    parser.add_argument("--gpus", type=int, default=0, help="of each node, at least")
     parser.add_argument("--nodes", default="", help="the nodes' names in the order of their ranks")
     args = parser.parse_args()
     os.environ.update(variables_of_torchrun(os.environ))
@@ -259,6 +260,7 @@ def check_nodes() -> int:
     try:
         # Half of it for a rank that stops answering: the check ends with that. Containers start at different times.
         machine = Machine.of_ranks(args.folder, limit_s=args.limit / 2, nodes=nodes, start_limit_s=args.start_limit)
+        machine = replace(machine, gpus_expected=args.gpus)
         for check in [check for check in CHECKS if NODES in check.runs_in]:
             finding = carried_out(check, machine)
             if finding.status == FAIL:  # the checks after it would wait for the ranks at fault

@@ -280,7 +280,8 @@ def main(argv: list[str] | None = None) -> int:
         from nemo_edo.worker.dispatch import dismiss
 
         dismiss(met_only=status != 0)
-    tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
+    if status != 1 or args.command not in WITH_WORKERS:  # a job whose run has lost a worker is queued again
+        tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
     return status
 
 

@@ -25,6 +25,10 @@ from nemo_edo.run_folder import LAUNCH, RunFolder
 from nemo_edo.utils.files import check_folder
 
 PACKAGE = Path(__file__).parents[1]
+JOBS = "jobs"
+"""The file with the IDs of a launch's jobs."""
+OF_THE_SCRIPT = ("PYTHONPATH", "NEMO_EDO_CONTROL", "NEMO_EDO_SERVER_KEY", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a job's script sets."""
 SELFTEST_LIMIT = "00:30:00"
 """Slurm's --time of a selftest, which takes five minutes: with more, it would wait longer for its nodes."""
 
@@ -77,6 +81,11 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         raise ConfigError(
             "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
             "generation.servers.urls"
+        )
+    if cfg.cluster.server_nodes and cfg.generation.backend == "trtllm":
+        raise ConfigError(
+            "cluster.server_nodes: TensorRT-LLM's servers run on the trainer's first node alone; set generation=vllm, "
+            "or cluster.server_nodes=0"
         )
     for one in cells:
         check_job(one)
@@ -159,6 +168,7 @@ def launch(plan: Launch, *, dry_run: bool) -> str:
     if dry_run:
         return script(plan, "job.sh.j2")
     check_folder(plan.folder)
+    require_no_other_job(plan)
     write_snapshot(plan)
     jobs = submit(plan)
     lines = [f"submitted {', '.join(jobs)}: {plan.folder}/job.sh"]
@@ -197,7 +207,9 @@ def script(launch: Launch, template: str) -> str:
     step_options, prefix = "", ""
     if container.kind == "pyxis":
         image, mounted = f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"
-        step_options = shlex.join([image, mounted, "--no-container-mount-home"])
+        # Otherwise the image's values of these variables win (NVIDIA/pyxis issue 124).
+        kept = f"--container-env={','.join([*cluster.environment, *cluster.secrets, *OF_THE_SCRIPT])}"
+        step_options = shlex.join([image, mounted, kept, "--no-container-mount-home"])
     elif container.kind == "apptainer":
         # --nv on every node: on one without GPUs it is a warning, and without it a node's GPUs would stay unused.
         binds = (f"--bind={mount}" for mount in mounts)
@@ -258,13 +270,30 @@ _NO_CLUSTER = "Could not establish a configuration source"
 
 
 def submit(launch: Launch) -> list[str]:
-    """Submits what ``write_snapshot`` wrote; returns the job IDs. Raises UserError with sbatch's message."""
+    """Submits what ``write_snapshot`` wrote; returns the job IDs. Raises UserError with sbatch's message, and the jobs
+    that it has taken."""
     jobs: list[str] = []
-    for _ in range(launch.cluster.chain):
-        jobs.append(_sbatch(launch.folder / "job.sh", jobs[-1:]))
-    if launch.sweep:
-        jobs.append(_sbatch(launch.folder / "report.sh", jobs[-1:]))
+    scripts = ["job.sh"] * launch.cluster.chain + ["report.sh"] * (launch.sweep is not None)
+    try:
+        for name in scripts:
+            jobs.append(_sbatch(launch.folder / name, jobs[-1:]))
+    except UserError as error:
+        raise UserError(f"{error}; submitted before: scancel {' '.join(jobs)}" if jobs else str(error)) from error
+    finally:
+        _write(launch.folder / JOBS, ",".join(jobs))
     return jobs
+
+
+def require_no_other_job(launch: Launch) -> None:
+    """Raises UserError where a job of an earlier launch is queued or running, whose code and config a new one would
+    replace, or where another process has a run's folder."""
+    jobs = launch.folder / JOBS
+    if jobs.is_file() and shutil.which("squeue"):
+        command = ["squeue", "--noheader", "--format=%A", f"--jobs={jobs.read_text(encoding='utf-8').strip()}"]
+        if there := sorted({*subprocess.run(command, capture_output=True, text=True).stdout.split()}):
+            raise UserError(f"{launch.folder}: its jobs {' '.join(there)} are queued or running: scancel them first")
+    for place in launch.waiting:
+        RunFolder(launch.members[place].run).require_unused()
 
 
 def _sbatch(script: Path, after: Sequence[str]) -> str:

@@ -146,6 +146,16 @@ SlurmTime = Annotated[
 ]
 
 
+def slurm_seconds(time: str) -> int:
+    """M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, _, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not days and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 @dataclass
 class ContainerConfig(Section):
     """What the tasks of a job run in."""
@@ -205,6 +215,9 @@ class ClusterConfig(Section):
     shared_folder: Optional[str] = None  # The folder that every node's health check writes to; null: the launch's.
 
     def rules(self) -> Rules:
+        limit = None if self.time_limit is None else slurm_seconds(self.time_limit)
+        expected = f"more than cluster.stop_before_s={self.stop_before_s} seconds (a number alone is of minutes)"
+        yield limit is None or limit > self.stop_before_s, "time_limit", expected
         for key, value in self.options.items():
             fits = re.fullmatch(r"[a-z][a-z-]*", key) is not None and str(value).isprintable()
             require(fits, "options", f"{key}: {value}", "an option of sbatch without its dashes, on one line")
@@ -212,4 +225,3 @@ class ClusterConfig(Section):
             require(_VARIABLE.holds(name), "environment", name, _VARIABLE.expected)
             expected = "no key, which files of the job would hold; name it in cluster.secrets"
             require(_SECRET.search(name) is None, "environment", name, expected)
-        return ()

@@ -65,6 +65,17 @@ def test_a_run_that_is_asked_to_stop_and_then_loses_a_node_is_queued_again_twice
     assert_same(launcher, "disturbed", alone, 1e-4)
 
 
+def test_a_job_that_is_cancelled_is_not_queued_again(launcher):
+    [job] = launcher.launch("cancelled", "cluster.nodes=1")
+    launcher.wait("cancelled", job, "RUNNING")
+    launcher.wait_for_steps("cancelled", 3)
+    launcher.cluster.run("scancel", job)
+    log = launcher.folder / "cancelled" / "launch" / f"job_{job}.log"
+    launcher.cluster.wait_until(lambda: "nemo-edo: cancelled: " in log.read_text(), 60)
+    launcher.wait("cancelled", job, "CANCELLED")
+    assert launcher.cluster.job(job)["Restarts"] == "0" and "queued again" not in log.read_text()
+
+
 def test_a_selftest_tries_the_nodes_of_the_config(launcher):
     settings = [*launcher.SLURM, "cluster.nodes=2", "cluster.launcher=srun", f"output_dir={launcher.folder}",
                 "--selftest", "--only", "machine"]

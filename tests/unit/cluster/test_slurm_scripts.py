@@ -50,9 +50,10 @@ def test_scripts_are_sound_shell(tmp_path, container: str, launcher: str, multir
     assert checked.returncode == 0, checked.stdout
 
 
-def run_script(tmp_path, text: str, srun: str) -> tuple[subprocess.CompletedProcess, Path]:
+def run_script(tmp_path, text: str, srun: str, state="RUNNING") -> tuple[subprocess.CompletedProcess, Path]:
     """What the script says, and the attempt's folder. Slurm's commands are stand-ins; srun: what each step does."""
-    stand_ins = {"scontrol": "[[ $1 == show ]] && printf 'localhost\\nother\\n'", "srun": srun}
+    shown = f"[[ $2 == job ]] && echo '   JobState={state} Reason=None' || printf 'localhost\\nother\\n'"
+    stand_ins = {"scontrol": f"[[ $1 == show ]] || exit 1; {shown}", "srun": srun}
     for name, body in stand_ins.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -75,15 +76,51 @@ def test_a_run_that_fails_once_its_servers_have_ended_is_queued_again(tmp_path):
     fails = "sleep 3; echo failed with status 2 > $NEMO_EDO_CONTROL/outcome; exit 1"
     serves = '[[ $* == *" serve" ]] && exec sleep'
     done, attempt = run_script(tmp_path, text, f"{serves} 0\n{fails}")
-    assert "servers have ended" in done.stdout and "queued again" in done.stdout and done.returncode == 1
+    assert "servers have ended" in done.stdout and "queued again" in done.stdout and done.returncode == 2
     assert (attempt / "servers_ended").exists()
     done, _ = run_script(tmp_path, text, f"{serves} 8\n{fails}")
-    assert "the run failed" in done.stdout and "queued again" not in done.stdout and done.returncode == 1
+    assert "the run failed" in done.stdout and "queued again" not in done.stdout and done.returncode == 2
+
+
+@pytest.mark.parametrize(("outcome", "state", "status", "said"), [
+    ("stopped", "RUNNING", 75, "queued again"), ("stopped", "COMPLETING", 75, "cancelled: the run has saved"),
+    ("", "COMPLETING", 9, "cancelled: the run was lost (status 9)"), ("", "RUNNING", 9, "queued again"),
+    ("failed with status 3", "RUNNING", 3, "the run failed"), ("finished", "RUNNING", 0, ""),
+])
+def test_a_job_ends_with_its_runs_status_and_is_queued_again_unless_it_was_cancelled(
+        tmp_path, outcome: str, state: str, status: int, said: str):
+    text = script(tmp_path, "cluster.health_limit_s=0")
+    ends = f"echo {outcome} > $NEMO_EDO_CONTROL/outcome; exit {0 if outcome == 'finished' else 9}"
+    done, _ = run_script(tmp_path, text, ends if outcome else "exit 9", state)
+    assert done.returncode == status and said in done.stdout, done.stdout + done.stderr
+    assert ("queued again" in done.stdout) == (said == "queued again")
+
+
+def test_a_second_launch_is_refused_while_the_firsts_jobs_are_there(tmp_path, monkeypatch):
+    ids = iter(["101", "102", "103"])
+    monkeypatch.setattr(launching, "_sbatch", lambda *_: next(ids))
+    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", "cluster.chain=2"], None,
+                             multirun=False)
+    launching.launch(planned, dry_run=False)
+    (tmp_path / "squeue").write_text("#!/bin/bash\n[[ $* == *--jobs=101,102* ]] && echo 102\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match="its jobs 102 are queued or running"):
+        launching.launch(planned, dry_run=False)
+    (tmp_path / "squeue").write_text("#!/bin/bash\necho 'Invalid job id specified' >&2; exit 1\n")
+    with pytest.raises(UserError, match="no more; submitted before: scancel 103"):
+        monkeypatch.setattr(launching, "_sbatch", lambda *_: next(ids, None) or refused())
+        launching.launch(planned, dry_run=False)
+
+
+def refused():
+    raise UserError("no more")
 
 
 def test_a_config_becomes_what_sbatch_is_asked_for(tmp_path):
     text = script(tmp_path, "cluster=slurm_gpu8", "cluster.nodes=4", "cluster.account=lab", "cluster.partition=gpu",
-                  "cluster.qos=high", "cluster.time_limit=1-12:00:00", "+cluster.options={comment: 'two words'}",
+                  "cluster.qos=high", "cluster.time_limit=1-12:00:00",
+                  "+cluster.options={comment: 'two words', nice: null}",
                   "+cluster.environment.NCCL_IB_HCA='mlx5_0,mlx5 1'")
     assert options(text) == [
         "--job-name=quickstart", "--nodes=4", "--ntasks-per-node=8",
@@ -108,7 +145,8 @@ def test_logs_are_in_the_runs_folder_whatever_characters_its_name_has(tmp_path):
 
 def test_a_run_sees_its_folders_in_a_container(tmp_path):
     [line] = [line for line in script(tmp_path, *CONTAINERS["pyxis"]).splitlines() if "--container-image" in line]
-    for part in (f"{tmp_path}:{tmp_path}", "/data:/data", "--container-image=nvcr.io#edo/nemo:1"):
+    for part in (f"{tmp_path}:{tmp_path}", "/data:/data", "--container-image=nvcr.io#edo/nemo:1",
+                 "--container-env=", ",PYTHONPATH,NEMO_EDO_CONTROL,"):
         assert part in line
     apptainer = script(tmp_path, *CONTAINERS["apptainer"])
     # --nv without gpus_per_node, too: the partition's nodes may come with GPUs
@@ -144,6 +182,7 @@ def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_tells_its_time_and_wr
 
 @pytest.mark.parametrize(("override", "named"), [
     ("cluster.time_limit=4h", "cluster.time_limit is '4h'"),
+    ("cluster.time_limit=5", "cluster.time_limit is '5', expected more than cluster.stop_before_s=300"),
     ("cluster.container.kind=pyxis", "cluster.container.image is None"),
     ("+cluster.options={--mem: 3}", "cluster.options is '--mem: 3'"),
     ("+cluster.environment={a-b: c}", "cluster.environment is 'a-b'"),
@@ -284,6 +323,7 @@ def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_pat
 @pytest.mark.parametrize(("overrides", "named"), [
     (["cluster.nodes=16", "generation=vllm", "generation.placement=shared"],
      "generation.placement=shared .* first of cluster.nodes=16 nodes alone: set cluster.server_nodes"),
+    (["cluster.server_nodes=1", "generation=trtllm"], "TensorRT-LLM's servers run on the trainer's first node"),
     (["cluster.nodes=2", "generation=vllm"], "generation.placement=apart .* cluster.nodes=2"),
     (["cluster.nodes=2", "cluster.server_nodes=2", "generation=vllm", "generation.servers.replicas=4"],
      "4 x 1 GPUs serve on each .* of 8: set generation.servers.replicas=8"),
