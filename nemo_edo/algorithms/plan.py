@@ -108,9 +108,10 @@ def require_several_steps(arms: Mapping[str, ArmConfig], problems: int, samples_
         steps = steps_per_collection(config, problems, samples_per_prompt)
         if _only_adds_noise(config, steps) and not config.allow_one_step:
             raise UserError(
-                f"arm {name}: {ONE_STEP} (minibatch_size {config.minibatch_size}, {problems} training problems): while "
-                "the policy equals its sampler the exploration term's expected gradient is zero, so that it would add "
-                "noise only; lower minibatch_size, raise epochs, set alpha=0, or set allow_one_step=true in its section"
+                f"arm {name}: {ONE_STEP} (minibatch_size {config.minibatch_size}, {problems} training problems with "
+                f"sampling.samples_per_prompt={samples_per_prompt}): while the policy equals its sampler the "
+                "exploration term's expected gradient is zero, so that it would add noise only; in its section set "
+                "minibatch_size to half of the responses or less, epochs=2, alpha=0, or allow_one_step=true"
             )
 
 

@@ -80,7 +80,8 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
             names = shipped_configs()
             plain = [name for name in names if "/" not in name]
             lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
-            others = f"  and {len(names) - len(plain)} of experiment/, listed in docs/sweeps.md"
+            papers = [name for name in names if "/" in name and "/base/" not in name]
+            others = f"  and {len(papers)} of experiment/, listed in docs/sweeps.md"
             configs = "\n".join(["configs (--config-name):", *lines, others]) + "\n\n"
         made[name] = subparsers.add_parser(
             name, help=command.help, description=_sentence(command.help), formatter_class=formatter,
@@ -126,7 +127,7 @@ _ONLY = _argument(
 COMMANDS = {
     "train": Command(
         "train a policy for each arm of a config, and write the report", "quickstart.md",
-        ("train", "train --config-name idpo_quickstart seed=2", "train name=strong arms.ed_grpo.alpha=0.1",
+        ("train", "train --config-name idpo_quickstart seed=2", "train name=strong arms.ed_grpo_floor.alpha=600",
          "train --print-config grpo.iterations=3", "train -m seed=1,2,3 name=seeds"),
         (*_config(),
          _argument("-m", "--multirun", action="store_true",

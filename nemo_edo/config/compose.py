@@ -121,7 +121,7 @@ def arm_configs(
             raise ConfigError(f"{error} ({place(error.key)})") from error
     if cfg.replicate_baseline:
         if REPLICATE in arms:
-            added = "is the name of the arm that replicate_baseline adds; choose another name"
+            added = "is the name of the arm that replicate_baseline adds: leave it out, or set replicate_baseline=false"
             raise ConfigError(f"arms.{REPLICATE} ({place(f'arms.{REPLICATE}')}) {added}")
         arms[REPLICATE] = arms[baseline_arm(arms)]
     return arms
@@ -199,7 +199,7 @@ OTHER_NAMES = {
     "path": "model_name_or_path",
     "pipeline_model_parallel_size": "pp",
     "rank": "lora_rank r",
-    "samples_per_prompt": "group_size num_generations num_return_sequences rollout_n",
+    "samples_per_prompt": "group_size n num_generations num_return_sequences rollout_n",
     "tensor_model_parallel_size": "tp",
 }
 """Our names, and those that other trainers (TRL, verl, NeMo-RL, Hugging Face) have for the same."""

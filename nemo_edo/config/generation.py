@@ -124,7 +124,8 @@ class GenerationConfig(Section):
         yield from self.only_if(self.is_served, one_process, "one_step_off", "placement")
         returned = f"with generation.backend {self.backend}: its answers have no experts"
         yield from self.only_if(self.backend in (IN_PROCESS, "vllm"), returned, "routing_replay")
-        yield self.backend != PLAIN or bool(self.servers.urls), "servers.urls", "an endpoint's URL with backend openai"
+        endpoint = "an endpoint's URL with backend openai, which cannot train: megatron, vllm and trtllm can"
+        yield self.backend != PLAIN or bool(self.servers.urls), "servers.urls", endpoint
         plain = f"with generation.backend {self.backend}"
         yield from self.only_if(self.backend == PLAIN, plain, "servers.model", "servers.chat")
         asleep = "with generation.placement shared: the servers sleep while the trainer trains"

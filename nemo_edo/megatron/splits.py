@@ -31,7 +31,10 @@ def check_world(parallelism: ParallelismConfig, world: int) -> None:
     for named, product in ((sizes, parallelism.model_ranks), (expert, parallelism.expert_ranks)):
         if world % product:
             split = " x ".join(f"{name} {size}" for name, size in named.items() if size > 1)
-            raise UserError(f"{split} needs a multiple of {product} processes, got {world} (or set parallelism=auto)")
+            raise UserError(
+                f"parallelism: {split} needs a multiple of {product} processes, got {world}: start it with torchrun "
+                f"--nproc-per-node {product} --no-python, or set parallelism=auto"
+            )
 
 
 def check_device(parallelism: ParallelismConfig, precision: PrecisionConfig, engine: Version | None) -> None:

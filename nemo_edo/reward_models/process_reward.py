@@ -166,8 +166,8 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
     our models) reward_model.json are in the folder ``tokenizer``. Raises UserError for invalid input before it loads a
     model."""
     check_score_name(name)
-    about, maker, cfg = _model(model, tokenizer, cfg)
     stored = open_run(run)
+    about, maker, cfg = _model(model, tokenizer, cfg)
     with taken([run]):
         form, questions = load_format(about), stored.questions("test")
         pending, lines = [], []
@@ -213,6 +213,8 @@ def _model(model: str, tokenizer: Path | None, cfg: ScoreConfig) -> tuple[Reward
             raise UserError("--tokenizer is for a model at a URL: a folder has its own")
         if cfg.servers.urls:
             raise UserError("servers.urls is for a model at URLs: set --model to one of them, and --tokenizer")
+        if not Path(model).is_dir():
+            raise UserError(f"--model {model}: no such folder; expected a reward model's, or a server's URL")
         return read_reward_folder(Path(model)), made_by(Path(model)), cfg
     if tokenizer is None:
         raise UserError(f"--model {model}: name the folder of its config.json and tokenizer with --tokenizer")

@@ -63,6 +63,8 @@ def _check_problems(train: list[Problem], test: list[Problem], learned: list[Pro
     trained = {problem.id: problem.source for problem in train}
     if shared := [problem for problem in test if problem.id in trained]:
         first = shared[0]
+        if trained[first.id] == first.source:
+            raise UserError(f"data.train and data.test both have {first.source}: test problems must be others")
         raise UserError(
             f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
             f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "

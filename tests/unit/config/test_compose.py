@@ -81,7 +81,7 @@ def test_the_replicate_has_the_settings_of_the_first_plain_arm_and_a_seed_of_its
     exploring = arm_configs(compose_run("quickstart", ["arms=[noise,entropy_bonus]"]))
     assert exploring["replicate"] == exploring["noise"]
     said = message_of("quickstart", ["+arms.replicate.alpha=0"])
-    assert said.startswith("arms.replicate (") and "replicate_baseline adds; choose another name" in said
+    assert said.startswith("arms.replicate (") and "replicate_baseline adds: leave it out" in said
 
 
 def test_arms_by_name_join_those_that_a_config_spells_out_and_may_be_changed_in_the_same_command(tmp_path: Path):

@@ -61,7 +61,7 @@ def test_what_only_a_gpu_with_transformer_engine_does_is_refused_elsewhere(split
 ])
 def test_a_world_is_refused_unless_it_is_a_multiple_of_what_is_said(split, world, product):
     check_world(ParallelismConfig(**split), world)
-    with pytest.raises(UserError, match=rf"needs a multiple of {product} processes, got {world - 2} "):
+    with pytest.raises(UserError, match=rf"needs a multiple of {product} processes, got {world - 2}:"):
         check_world(ParallelismConfig(**split), world - 2)
 
 

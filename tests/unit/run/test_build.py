@@ -60,6 +60,9 @@ def test_training_and_test_problems_from_files_of_one_name_are_refused_with_both
         (tmp_path / folder).mkdir(exist_ok=True)
         files.append(write_rows(tmp_path / folder / "x.jsonl", rows))
     told = error_of(tmp_path, f"data.train={files[0]}", f"data.test={files[1]}")
+    if files[0] == files[1]:
+        assert f"both have {files[0]}:1: test problems must be others" in told
+        return
     assert "3 problems of one have the id of a problem of the other, such as x-1 " in told
     assert f"({files[0]}:1 and {files[1]}:1)" in told and "give the two files different names" in told
 
