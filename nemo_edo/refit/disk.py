@@ -186,10 +186,12 @@ class DiskSync:
 
 
 class AdapterSync(DiskSync):
-    """For vLLM with LoRA: the base weights are loaded once, and each version's folder is a PEFT adapter."""
+    """For vLLM with LoRA: the base weights are loaded once, or after each sleep, and each version's folder is a PEFT
+    adapter."""
 
     def _load(self, replica: Replica, folder: Path) -> None:
-        if Path(name_of_weights(replica)).parent != folder.parent:  # another policy's
+        # Another policy's, or none: a server that has slept (level 2) keeps its weights' name and not the weights.
+        if self.sleep is not None or Path(name_of_weights(replica)).parent != folder.parent:
             self._reload(replica, self.folders.base)
         self._after_restart(replica, folder)
         reset_prefix_cache(replica)

@@ -10,5 +10,6 @@ class TiedHead:
         """``reload_weights``, the output layer included."""
         self.reload_weights(weights_path=weights_path)
         model = self.model_runner.get_model()
-        if model.config.tie_word_embeddings:
-            model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
+        head = getattr(model, "lm_head", None)  # Gemma 2 multiplies with its embedding
+        if model.config.tie_word_embeddings and head is not None:
+            head.quant_method.process_weights_after_loading(head)

@@ -196,3 +196,12 @@ def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_wei
     assert server.paths() == ["frees its cache", "/wake_up", *REFIT, "/wake_up"]
     assert [params for _, path, _, params in server.asked if path == "/wake_up"] == [
         {"tags": "weights"}, {"tags": "kv_cache"}]  # fmt: skip
+
+
+def test_a_server_that_has_slept_gets_the_base_weights_again_before_its_adapters(adapters):
+    _, server, _, sync = adapters
+    sync.sleep = sleeping(server)
+    for version in (1, 2):
+        sync.push(version)
+        assert server.paths().count("/collective_rpc") == version
+        sync.release()
