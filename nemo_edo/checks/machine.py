@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_edo.checks.installed import installed, versions
 from nemo_edo.errors import UserError
+from nemo_edo.run.control import control_folder
 from nemo_edo.utils.processes import end_with
 
 if TYPE_CHECKING:
@@ -160,8 +161,9 @@ class Machine:
             limit = timedelta(seconds=max(limit_s, start_limit_s))
             store = TCPStore(address, port, is_master=serves, timeout=limit, wait_for_workers=False)
         # A job's folder outlives the node's own, which may be private to the job.
-        control = os.environ.get("NEMO_EDO_CONTROL", "")
-        place = control if os.access(control, os.W_OK) else None
+        place = control_folder()
+        if place is not None and not os.access(place, os.W_OK):
+            place = None
         scratch = Path(tempfile.mkdtemp(prefix="nemo_edo_checks_", dir=place))
         machine = cls([None] * world, folder, scratch, rank, nodes, store, max(limit_s, start_limit_s))
         facts = machine.exchange("facts", facts_here(with_torch=world > 1))

@@ -70,9 +70,9 @@ def gpus(machine: Machine) -> Finding:
     """Torch must see the GPUs that the driver lists."""
     if error := machine.facts[machine.rank]["driver_error"]:
         return failed(error)
-    expected = machine.gpus_expected
-    if len(machine.facts[machine.rank]["gpus"]) < expected and "MIG-" not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
-        return failed(f"nvidia-smi shows {len(machine.gpus)} GPUs of cluster.gpus_per_node={expected}")
+    seen, expected = len(machine.facts[machine.rank]["gpus"]), machine.gpus_expected
+    if seen < expected and "MIG-" not in os.environ.get("CUDA_VISIBLE_DEVICES", ""):
+        return failed(f"nvidia-smi shows {seen} GPUs of cluster.gpus_per_node={expected}")
     if not machine.gpus:
         return impossible("no driver of NVIDIA's (nvidia-smi): models are computed on the CPU, over gloo")
     import torch

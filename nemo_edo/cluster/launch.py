@@ -280,7 +280,8 @@ def submit(launch: Launch) -> list[str]:
     except UserError as error:
         raise UserError(f"{error}; submitted before: scancel {' '.join(jobs)}" if jobs else str(error)) from error
     finally:
-        _write(launch.folder / JOBS, ",".join(jobs))
+        if jobs:
+            _write(launch.folder / JOBS, ",".join(jobs))
     return jobs
 
 

@@ -212,7 +212,7 @@ class Workers:
 
 
 def _ignored(rank: int, news: Any) -> None:
-    """What ranks tell during a call that listens to nothing."""
+    """The listener of a call that needs no news."""
 
 
 def _another_is_gone(error: str) -> bool:

@@ -55,27 +55,27 @@ def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
 
 def test_the_registered_study_shows_nothing_before_its_last_cell_and_then_compares_with_both_trainings(monkeypatch):
     [study] = [one for one in studies() if one.name == studies_table.REGISTERED]
-    study = replace(study, seeds=[1, 2], arms={arm: study.arms[arm] for arm in ("grpo", "replicate", "ed_grpo")})
+    study = replace(study, seeds=[1, 2, 3], arms={arm: study.arms[arm] for arm in ("grpo", "replicate", "ed_grpo")})
     votes = {("grpo", ""): 0.5, ("replicate", ""): 0.6, ("ed_grpo", "0.01"): 0.6, ("ed_grpo", "0.03"): 0.6,
              ("ed_grpo", "0.06"): 0.6}  # fmt: skip
     rows = [row(arm, seed, vote + seed * len(task) / 100, task=task, dose=dose, cpu_seconds="1")
-            for task in study.tasks for seed in (1, 2) for (arm, dose), vote in votes.items()]  # fmt: skip
+            for task in study.tasks for seed in (1, 2, 3) for (arm, dose), vote in votes.items()]  # fmt: skip
     for module in (studies_table, study_table, primary_question):
         monkeypatch.setattr(module, "read_rows", lambda path: rows)
     monkeypatch.setattr(primary_question, "pilot_spreads", lambda rows: dict.fromkeys(study.tasks, 0.02))
     *tables, _ = studies_table.tables(study)
-    assert "Stopped: none." in tables[1] and "| grpo | 2 |  |  | 0.625 |" in tables[2] and "replicate" not in tables[2]
-    assert "| ed_grpo 0.03 | 2 |  |  | 0.675 |" in tables[2]
+    assert "Stopped: none." in tables[1] and "| grpo | 3 |  |  | 0.650 |" in tables[2] and "replicate" not in tables[2]
+    assert "| ed_grpo 0.03 | 3 |  |  | 0.700 |" in tables[2]
     told = primary_question.answer(study)
     assert "change by +0.0500" in told and "No guard stopped" in told
 
     rows[4]["note"] = "stopped"  # of chain, seed 1, dose 0.06: 0 instead of 0.65
     assert "Stopped: chain ed_grpo 0.06." in studies_table.tables(study)[1]
     told = primary_question.answer(study)
-    assert f"change by {0.05 - 0.65 / 3 / 2 / 4:+.4f}" in told and "stopped 1 of ed_grpo 0.06; without" in told
+    assert f"change by {0.05 - 0.65 / 3 / 3 / 4:+.4f}" in told and "stopped 1 of ed_grpo 0.06; without" in told
 
     del rows[-1]
-    assert "39 of 40" in primary_question.answer(study) and "change by" not in primary_question.answer(study)
+    assert "59 of 60" in primary_question.answer(study) and "change by" not in primary_question.answer(study)
     assert studies_table.tables(study)[1:] == ["Its results come with the last cell."]
     assert studies_table.files([study]) == []
 

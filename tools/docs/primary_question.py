@@ -26,14 +26,15 @@ from statistics import fmean
 import numpy as np
 from report_tables import markdown
 from scipy.special import stdtrit
+from studies_table import CONTROLS, REGISTERED, study_rows
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.experiments.study import Study, read_study
-from nemo_edo.experiments.study_table import Row, cell_of, last_rows, read_rows
+from nemo_edo.experiments.study_table import Row, last_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
 PILOTS = ROOT / "docs" / "studies" / "pilots.csv"
-FORM, CONTROLS = "ed_grpo", ("grpo", "replicate")
+FORM = "ed_grpo"
 DOSES = 3
 SMALL = 0.01
 """A change in votes below this is no change worth having."""
@@ -114,11 +115,11 @@ def answer(study: Study) -> str:
     left = len(study.unfinished())
     if left:
         return f"In progress: {len(study.cells) - left} of {len(study.cells)} cells; no verdict before the last."
-    cells = {cell.key for cell in study.cells}
-    rows = [row for row in read_rows(ROOT / study.table) if cell_of(row) in cells]
+    rows = study_rows(study)
     found, weights = blocks(rows, DOSES), task_weights(pilot_spreads(read_rows(PILOTS)))
-    if {task: len(of_task) for task, of_task in found.items()} != dict.fromkeys(study.tasks, len(study.seeds)):
-        return f"No verdict: of {len(study.seeds)} blocks of each task, some are incomplete: {found.keys()}"
+    complete = {task: len(found.get(task, ())) for task in study.tasks}
+    if set(complete.values()) != {len(study.seeds)}:
+        return f"No verdict: of {len(study.seeds)} blocks of each task, only so many are complete: {complete}"
     result = weighted(found, weights)
     (low, high), (least, most) = result.interval(0.95), result.interval(0.90)
     better, worse, equal = result.verdict
@@ -228,4 +229,4 @@ if __name__ == "__main__":
     if parser.parse_args().power:
         sys.stdout.write(power_table() + "\n")
     else:
-        sys.stdout.write(answer(read_study(shipped_config_dir() / "studies" / "collapse.yaml")) + "\n")
+        sys.stdout.write(answer(read_study(shipped_config_dir() / "studies" / f"{REGISTERED}.yaml")) + "\n")

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from paper_claims import FAMILIES, METRIC, Finding, findings
 from paper_claims import markdown as claims_table
-from primary_question import CONTROLS
 from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
@@ -46,6 +45,8 @@ LENGTH = "response_length"
 MEANED = (*SHOWN, *METRIC.values(), "well_formed")
 """The columns that have a mean over tasks; METRIC's and the last are those of the claims."""
 BASELINE = "grpo"
+CONTROLS = (BASELINE, "replicate")
+"""The two trainings with plain GRPO of each block of the registered study."""
 REGISTERED = "collapse"
 """The study with one primary question (primary_question.py): nothing of its results is shown before its last cell."""
 ITS_RULES = (
@@ -148,13 +149,10 @@ def of_blocks(rows: list[Row]) -> list[Row]:
     """The last rows, with the mean of a block's two GRPO trainings in place of both; ``ITS_RULES``."""
     found: list[Row] = []
     plain: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for one in last_rows(rows, "1").values():
-        row = {
-            **one,
-            **(dict.fromkeys(METRICS, "") | {"vote": "0", "note": "", "temperature": "1"} if one["note"] else {}),
-        }
+    of_a_stopped = dict.fromkeys(METRICS, "") | {"vote": "0", "note": "", "temperature": "1"}
+    for row in last_rows(rows, "1").values():
         of_arm = plain[row["task"], row["seed"]] if row["arm"] in CONTROLS else found
-        of_arm.append(row)
+        of_arm.append(row | of_a_stopped if row["note"] else row)
     for both in plain.values():
         known = {metric: [float(row[metric]) for row in both if row[metric]] for metric in METRICS}
         means = {metric: str(fmean(values)) if values else "" for metric, values in known.items()}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nemo_edo.checks import machine_checks
-from nemo_edo.checks.machine import Check, CheckError, Machine, failed, passed, together
+from nemo_edo.checks.machine import FAIL, Check, CheckError, Machine, failed, passed, together
 from nemo_edo.checks.numbers import BOUNDS, Measured, compared
 from nemo_edo.errors import UserError
 
@@ -97,6 +97,11 @@ def test_a_rank_that_does_not_answer_is_waited_for_once_and_an_answer_of_none_is
     found = replace(machine_of(tmp_path, facts(), facts(), None), store=store, limit_s=30.0)
     assert [found.exchange(name, 4) for name in "xyz"] == [[4, None, None], [4, 5, None], [4, 6, None]]
     assert found.silent == {2} and 29 < store.waited < 30.5
+
+
+def test_a_node_with_fewer_gpus_than_the_job_asked_for_fails_the_check(tmp_path: Path):
+    found = machine_checks.gpus(replace(machine_of(tmp_path, facts("n1", 4), facts("n2", 8)), gpus_expected=8))
+    assert found.status == FAIL and "shows 4 GPUs of cluster.gpus_per_node=8" in found.detail
 
 
 def test_servers_need_gpus_that_the_trainers_ranks_on_their_node_leave_over(tmp_path: Path):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from helpers.problem_files import write_rows, write_sums
 
-from nemo_edo.cli import main
+from nemo_edo.cli import commands, main
 from nemo_edo.cluster import launch as launching
 from nemo_edo.cluster import task
 from nemo_edo.config.compose import ConfigError
-from nemo_edo.errors import RunStopped, UserError
+from nemo_edo.errors import RunStopped, UserError, WorkerFailed
 from nemo_edo.experiments.grid import quoted
 from nemo_edo.run import control
 from nemo_edo.utils.ranks import variables_of_torchrun
@@ -111,6 +111,9 @@ def test_a_second_launch_is_refused_while_the_firsts_jobs_are_there(tmp_path, mo
     with pytest.raises(UserError, match="no more; submitted before: scancel 103"):
         monkeypatch.setattr(launching, "_sbatch", lambda *_: next(ids, None) or refused())
         launching.launch(planned, dry_run=False)
+    with pytest.raises(UserError, match="no more$"):
+        launching.launch(planned, dry_run=False)
+    assert (planned.folder / launching.JOBS).read_text() == "103", "no empty list, which squeue takes for all jobs"
 
 
 def refused():
@@ -318,6 +321,15 @@ def test_a_job_asks_by_a_file_and_the_runs_first_rank_tells_how_it_ended(tmp_pat
         monkeypatch.setenv("RANK", rank)
         assert main(["report", str(tmp_path / "nowhere")]) == 2
     assert (tmp_path / "outcome").read_text() == "failed with status 2\n"
+
+
+def test_a_run_that_lost_a_worker_tells_its_job_nothing_so_that_it_is_queued_again(tmp_path, monkeypatch):
+    def lost(args):
+        raise WorkerFailed("rank 1 on n2 has ended during train_step")
+
+    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
+    monkeypatch.setitem(commands.RUN, "train", lost)
+    assert main(["train"]) == 1 and not (tmp_path / "outcome").exists()
 
 
 @pytest.mark.parametrize(("overrides", "named"), [
