@@ -74,9 +74,16 @@ def test_the_registered_study_shows_nothing_before_its_last_cell_and_then_compar
     told = primary_question.answer(study)
     assert f"change by {0.05 - 0.65 / 3 / 3 / 4:+.4f}" in told and "stopped 1 of ed_grpo 0.06; without" in told
 
+    # The small study: form at 1 (0.6, one dose of the first block 0) minus GRPO at its best temperature, 0.7.
+    tuned = [row("grpo", seed, 0.7 + seed * len(task) / 100, task=task, temperature="best")
+             for task in study.tasks for seed in (1, 2)]  # fmt: skip
+    table = studies_table.at_its_best_table(tuned, rows)
+    assert "| lcm | 2 | -0.100 [-0.100, -0.100] |" in table
+    assert f"| all tasks | 2 | {-0.1 - 0.65 / 3 / 4 / 2:+.3f} [" in table
+
     del rows[-1]
     assert "59 of 60" in primary_question.answer(study) and "change by" not in primary_question.answer(study)
-    assert studies_table.tables(study)[1:] == ["Its results come with the last cell."]
+    assert studies_table.tables(study)[1:] == ["Its results come with the last cell of collapse."]
     assert studies_table.files([study]) == []
 
 

@@ -26,7 +26,7 @@ from statistics import fmean
 import numpy as np
 from report_tables import markdown
 from scipy.special import stdtrit
-from studies_table import CONTROLS, REGISTERED, study_rows
+from studies_table import CONTROLS, FORM, REGISTERED, study_rows
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.experiments.study import Study, read_study
@@ -34,7 +34,6 @@ from nemo_edo.experiments.study_table import Row, last_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
 PILOTS = ROOT / "docs" / "studies" / "pilots.csv"
-FORM = "ed_grpo"
 DOSES = 3
 SMALL = 0.01
 """A change in votes below this is no change worth having."""

@@ -49,6 +49,10 @@ CONTROLS = (BASELINE, "replicate")
 """The two trainings with plain GRPO of each block of the registered study."""
 REGISTERED = "collapse"
 """The study with one primary question (primary_question.py): nothing of its results is shown before its last cell."""
+AT_ITS_BEST = "collapse_temperature"
+"""The small study next to it: its GRPO trainings again, each at the temperature that is best on training problems."""
+FORM = "ed_grpo"
+"""The paper's form, of which both ask."""
 ITS_RULES = (
     "All of this is secondary. Differences are from the mean of the two GRPO trainings of the same task and seed, "
     "which the line grpo has, and unweighted over tasks. A training that a guard stopped has votes of 0 and no other "
@@ -119,9 +123,13 @@ def tables(study: Study) -> list[str]:
     and then what the study is for: the doses that would be chosen, or the verdict on a held-out claim."""
     rows = study_rows(study)
     found: list[str | None] = [state(study, rows)]
+    if study.name in (REGISTERED, AT_ITS_BEST):
+        [registered] = [one for one in studies() if one.name == REGISTERED]
+        if study.unfinished() or (study.name == AT_ITS_BEST and registered.unfinished()):
+            return [state(study, rows), f"Its results come with the last cell of {REGISTERED}."]
+    if study.name == AT_ITS_BEST:
+        found.append(at_its_best_table(rows, read_rows(ROOT / registered.table)))
     if study.name == REGISTERED:
-        if study.unfinished():
-            return [state(study, rows), "Its results come with the last cell."]
         stopped = ", ".join(" ".join(cell_of(row)[:3]) for row in rows if row["note"])
         found.append(f"{ITS_RULES} Stopped: {stopped or 'none'}.")
         rows = of_blocks(rows)
@@ -246,6 +254,24 @@ def temperature_table(rows: list[Row], study: Study) -> str | None:
             lines.append([task, str(len(pairs)), each, *votes])
     heads = ["GRPO on", "seeds", "best temperatures (seeds)", "vote@10 at 1", "at the best temperature", "difference"]
     return markdown(heads, lines) if lines else None
+
+
+def at_its_best_table(rows: list[Row], registered: list[Row]) -> str:
+    """The paper's form at temperature 1, meaned over its doses, minus GRPO of the same task and seed at its best
+    temperature, and its mean over the tasks of each seed. A training that a guard stopped has votes of 0."""
+    form: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for (task, arm, _, seed), row in last_rows(registered, "1").items():
+        if arm == FORM:
+            form[task, seed].append(0.0 if row["note"] else float(row["vote"]))
+    apart: dict[str, dict[int, float]] = defaultdict(dict)
+    for (task, arm, _, seed), row in last_rows(rows, "best").items():
+        if arm == BASELINE:
+            apart[task][seed] = fmean(form[task, seed]) - (0.0 if row["note"] else float(row["vote"]))
+    seeds = set.intersection(*(set(of_task) for of_task in apart.values()))
+    meaned = {seed: fmean(of_task[seed] for of_task in apart.values()) for seed in sorted(seeds)}
+    lines = [[task, str(len(of_task)), in_words("vote", [*of_task.values()])]
+             for task, of_task in {**apart, "all tasks": meaned}.items()]  # fmt: skip
+    return markdown(["task", "seeds", f"vote@10 of {FORM} at 1 minus GRPO's at its best temperature"], lines)
 
 
 def choice_table(rows: list[Row], study: Study) -> str | None:
