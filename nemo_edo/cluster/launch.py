@@ -27,7 +27,9 @@ from nemo_edo.utils.files import check_folder
 PACKAGE = Path(__file__).parents[1]
 JOBS = "jobs"
 """The file with the IDs of a launch's jobs."""
-OF_THE_SCRIPT = ("PYTHONPATH", "NEMO_EDO_CONTROL", "NEMO_EDO_SERVER_KEY", "MASTER_ADDR", "MASTER_PORT")
+OF_THE_SCRIPT = (
+    *("PYTHONPATH", "PYTHONSAFEPATH", "NEMO_EDO_CONTROL", "NEMO_EDO_SERVER_KEY", "MASTER_ADDR", "MASTER_PORT"),
+)
 """Variables that a job's script sets."""
 SELFTEST_LIMIT = "00:30:00"
 """Slurm's --time of a selftest, which takes five minutes: with more, it would wait longer for its nodes."""
@@ -143,10 +145,10 @@ def _launchable(launch: Launch) -> Launch:
     if cluster.kind != "slurm":
         needed = "launch needs cluster=slurm (conf/cluster/); train runs here"
         raise ConfigError(f"cluster.kind is {cluster.kind!r}: {needed}")
-    if not folder.isprintable() or "\\" in folder:
+    if not folder.isprintable() or {"\\", ":"} & {*folder}:
         raise UserError(
-            f"{folder!r}: Slurm takes only folders whose names have printable characters and no \\; choose another "
-            "output_dir=... or name=..."
+            f"{folder!r}: a job takes only folders whose names have printable characters, no \\ and no : (which "
+            "PYTHONPATH and containers' mounts are split at); choose another output_dir=... or name=..."
         )
     export = str(cluster.options.get("export", os.environ.get("SBATCH_EXPORT", "ALL")))
     if cluster.secrets_file is not None:

@@ -25,8 +25,9 @@ from pathlib import Path
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.errors import RunStopped, UserError
-from nemo_edo.run.control import STOPPED, control_folder, stop_is_asked, tell_outcome
-from nemo_edo.utils.files import end_of_log, write_text
+from nemo_edo.run.control import FINISHED, STOPPED, control_folder, stop_is_asked, tell_outcome
+from nemo_edo.run_folder import RunFolder
+from nemo_edo.utils.files import end_of_log, read_mapping, write_text
 from nemo_edo.utils.ranks import first_that_resolves, variables_of_torchrun
 
 KEY = "NEMO_EDO_SERVER_KEY"  # the environment variable with the servers' key
@@ -44,6 +45,9 @@ def main() -> None:
         except UserError as error:
             sys.exit(f"{ERROR} {error}")
     arguments = json.loads(Path(member).read_text(encoding="utf-8"))
+    if arguments[0] == "train" and trained_before(Path(member)):
+        tell_outcome(FINISHED)
+        sys.exit()
     if len(processes) > 1:
         try:
             arguments += overrides_of_servers(processes[1].split(","), float(processes[2]))
@@ -59,6 +63,13 @@ def main() -> None:
         command, added = [sys.executable, "-m", "nemo_edo", *arguments], variables_of_torchrun(os.environ)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.execve(command[0], command, {**os.environ, **added})
+
+
+def trained_before(member: Path) -> bool:
+    """Whether an attempt has finished the run and ended before the script took note of it: to train would be to train
+    again."""
+    config = read_mapping(member.with_suffix(".yaml"))
+    return RunFolder(Path(config["output_dir"]) / config["name"]).is_finished
 
 
 def torchrun(arguments: list[str], processes: int, environment: Mapping[str, str]) -> list[str]:
@@ -83,7 +94,6 @@ def serve(member: Path) -> None:
     from nemo_edo.generation import servers
     from nemo_edo.run.build import Builder
     from nemo_edo.run.inputs import with_seq_length, write_builtin_files
-    from nemo_edo.run_folder import RunFolder
 
     attempt, node = control_folder(), os.environ["SLURM_PROCID"]
     cfg = compose_run(member.stem, ["generation.servers.host=0.0.0.0"], member.parent)  # the trainer is on other nodes
@@ -132,7 +142,7 @@ def overrides_of_servers(nodes: list[str], limit_s: float) -> list[str]:
 def report(launch: Path, sweep: Path) -> int:
     """Lists the members of a sweep that have finished and those that have not, and reports on the former."""
     names = json.loads((launch / "members.json").read_text(encoding="utf-8"))
-    missing = {place: name for place, name in names.items() if not (launch / "finished" / place).exists()}
+    missing = {place: name for place, name in names.items() if not RunFolder(sweep / name).is_finished}
     print(f"{len(names) - len(missing)} of {len(names)} members have finished")
     for place, name in missing.items():
         attempts = sorted((launch / "attempts" / place).glob("*"), key=lambda path: path.stat().st_mtime)

@@ -5,6 +5,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,10 @@ def test_a_second_launch_is_refused_while_the_firsts_jobs_are_there(tmp_path, mo
     assert (planned.folder / launching.JOBS).read_text() == "103", "no empty list, which squeue takes for all jobs"
 
 
+def planned_python() -> str:
+    return shlex.quote(sys.executable)
+
+
 def refused():
     raise UserError("no more")
 
@@ -142,14 +147,15 @@ def test_logs_are_in_the_runs_folder_whatever_characters_its_name_has(tmp_path):
     [slurms] = shlex.split(output)  # as sbatch reads the line
     assert slurms == f"--output={str(folder).replace('%', '%%')}/%%t c/launch/job_%j.log"
     assert "logs=${attempt//%/%%}" in text and text.count('--output="$logs/') == 2
-    with pytest.raises(UserError, match=r"a\\nb.*printable characters.*choose another output_dir"):
-        script(tmp_path, f"output_dir={quoted(str(tmp_path) + '/a' + chr(10) + 'b')}")
+    for name in ("a\nb", "19:00"):
+        with pytest.raises(UserError, match="printable characters.*choose another output_dir"):
+            script(tmp_path, f"output_dir={quoted(f'{tmp_path}/{name}')}")
 
 
 def test_a_run_sees_its_folders_in_a_container(tmp_path):
     [line] = [line for line in script(tmp_path, *CONTAINERS["pyxis"]).splitlines() if "--container-image" in line]
     for part in (f"{tmp_path}:{tmp_path}", "/data:/data", "--container-image=nvcr.io#edo/nemo:1",
-                 "--container-env=", ",PYTHONPATH,NEMO_EDO_CONTROL,"):
+                 "--container-env=", ",PYTHONPATH,PYTHONSAFEPATH,NEMO_EDO_CONTROL,"):
         assert part in line
     apptainer = script(tmp_path, *CONTAINERS["apptainer"])
     # --nv without gpus_per_node, too: the partition's nodes may come with GPUs
@@ -166,6 +172,13 @@ def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
     assert "seed: 7" in (folder / "members" / "0.yaml").read_text()
     assert (folder / "code" / "nemo_edo" / "cli" / "commands.py").is_file() and (folder / "code" / "conf").is_dir()
     assert not list((folder / "code").rglob("__pycache__"))
+    checkout = tmp_path / "checkout" / "nemo_edo"
+    checkout.mkdir(parents=True)
+    (checkout / "__init__.py").write_text("")
+    head = (folder / "job.sh").read_text().partition("\nlaunch=")[0]
+    asked = f"{head}\n{planned_python()} -m nemo_edo --version"
+    done = subprocess.run(["bash", "-c", asked], cwd=checkout.parent, capture_output=True, text=True)
+    assert done.returncode == 0, "it ran what the folder of its steps has: " + done.stderr
 
 
 def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_tells_its_time_and_writes_nothing(
@@ -286,6 +299,30 @@ def test_a_task_becomes_torchrun_of_its_nodes_processes_or_one_of_them_that_find
     assert place <= {*command} and command[-4:] == ["-m", "nemo_edo", "train", "seed=1"]
     variables = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
     assert variables_of_torchrun(SLURM) == variables
+
+
+def test_a_run_that_an_earlier_attempt_finished_is_not_trained_again_and_counts_in_its_sweeps_report(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(control.VARIABLE, str(tmp_path))
+    launch, run = tmp_path / "launch", tmp_path / "sweep" / "seed=1"
+    launch.mkdir()
+    member = launch / "0.json"
+    member.write_text('["train"]')
+    member.with_suffix(".yaml").write_text(f"output_dir: {run.parent}\nname: {run.name}\n")
+    (launch / "members.json").write_text('{"0": "seed=1", "1": "seed=2"}')
+    assert not task.trained_before(member) and task.report(launch, run.parent) == 1
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text("{}")
+    monkeypatch.setattr(task.sys, "argv", ["task", str(member), "srun"])
+    with pytest.raises(SystemExit) as ended:
+        task.main()
+    assert not ended.value.code and (tmp_path / control.OUTCOME).read_text() == "finished\n"
+    monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    (launch / "finished").mkdir()
+    (launch / "finished" / "1").touch()  # of an earlier, smaller launch: places have moved since
+    capsys.readouterr()
+    assert task.report(launch, run.parent) == 1
+    assert "1 of 2 members have finished" in (said := capsys.readouterr().out) and "not finished: seed=2" in said
 
 
 def test_the_trainer_gets_all_nodes_servers_and_waits_for_none_that_have_ended_nor_once_it_is_to_stop(
