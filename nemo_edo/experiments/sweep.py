@@ -5,6 +5,7 @@ The same command resumes a stopped sweep: finished runs are left alone, the othe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 from collections import Counter
@@ -19,9 +20,11 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import OverrideParseException
 
 from nemo_edo.config.compose import ConfigError, compose_run
-from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
+from nemo_edo.errors import UserError
+from nemo_edo.experiments.grid import Cell, FailedCell, Grid, hold, quoted, run_grid
 from nemo_edo.report.run_folders import sweep_members
-from nemo_edo.utils.files import check_folder
+from nemo_edo.run_folder import CONFIG
+from nemo_edo.utils.files import check_folder, write_text
 
 LONGEST_NAME = 120
 """Characters of a run's name: file systems take 255 bytes, and a run's own files come on top in some of them."""
@@ -54,6 +57,8 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
         raise ConfigError("nothing is swept: give a setting several values, as in seed=1,2,3")
     first = compose_run(config_name, list(combinations[0]), config_dir)
     folder = Path(first.output_dir) / first.name
+    if (folder / CONFIG).is_file():
+        raise UserError(f"{folder} is the folder of a single run; choose another name=... for the sweep")
     names, cells = _names([[one[place] for place in swept] for one in combinations]), []
     for name, values in zip(names, combinations, strict=True):
         place = (f"output_dir={quoted(str(folder))}", f"name={quoted(name)}")
@@ -75,10 +80,11 @@ def write_members(sweep: SweepGrid) -> None:
     path = sweep.folder / "sweep.yaml"
     check_folder(sweep.folder)
     sweep.folder.mkdir(parents=True, exist_ok=True)
-    members = sweep_members(sweep.folder) if path.exists() else {}
-    members |= {cell.name: list(cell.overrides) for cell in sweep.cells}
-    text = yaml.safe_dump({"config": sweep.config_name, "members": members}, sort_keys=False, width=1000)
-    path.write_text(text, encoding="utf-8")
+    with contextlib.closing(hold(path.with_name(f".{path.name}.lock"), wait=True)):
+        members = sweep_members(sweep.folder) if path.exists() else {}
+        members |= {cell.name: list(cell.overrides) for cell in sweep.cells}
+        text = yaml.safe_dump({"config": sweep.config_name, "members": members}, sort_keys=False, width=1000)
+        write_text(path, text)
 
 
 def _choices(override: Override) -> list[str]:

@@ -11,11 +11,17 @@ import sys
 import tempfile
 import threading
 import time
+from functools import cache
 from pathlib import Path
 from typing import IO
+from weakref import WeakSet
+
+import psutil
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 """What flock says on file systems without locks: NFS without a lock daemon, FUSE, Lustre without -o flock."""
+LOCAL = ("localflock", "nolock", "local_lock=all", "local_lock=flock")
+"""Options of Lustre's and NFS' mounts with which another machine sees no lock."""
 BEAT_S = 10.0  # where locks do not work, an owner touches its file this often...
 ALIVE_S = 60.0  # ...and counts as alive for so long after, seen from another machine
 SETTLE_S = 2.0  # without locks, two processes that began together see each other's name within it
@@ -23,6 +29,18 @@ SETTLE_S = 2.0  # without locks, two processes that began together see each othe
 
 class InUse(Exception):
     """Another process owns the file; says which."""
+
+
+_owned: WeakSet[OwnedFile] = WeakSet()
+
+
+def _close_in_child() -> None:
+    """A lock would otherwise last as long as any forked process."""
+    for owned in _owned:
+        owned.forget()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 class OwnedFile:
@@ -49,14 +67,14 @@ class OwnedFile:
         except BaseException:
             self._file.close()
             raise
-        os.register_at_fork(after_in_child=self._file.close)  # otherwise it would last as long as any forked process
+        _owned.add(self)
         if without_locks:
-            print(
-                f"nemo-edo: warning: {path}: locks do not work on this file system ({without_locks}); this file's text "
-                f"and time keep other processes away instead (docs/reliability.md)",
-                file=sys.stderr,
-            )
+            _warn(path.parent, without_locks)
             threading.Thread(target=self._beat, daemon=True, name="owner").start()
+
+    def forget(self) -> None:
+        """In a process that was forked from the owner."""
+        self._file.close()
 
     def close(self) -> None:
         self._closed.set()
@@ -77,11 +95,27 @@ def _lock(file: IO[str], path: Path) -> str:
             file.seek(0)
             raise InUse(file.readline().strip() or "another process")
         with path.open("a", encoding="utf-8") as again:  # refused to the owner, too, unless locks do nothing
-            return "a locked file can be locked again" if _flock(again) else ""
+            return "a locked file can be locked again" if _flock(again) else _local_option(path)
     except OSError as error:
         if error.errno not in NO_LOCKS:
             raise
         return f"errno {error.errno}, {error.strerror}"
+
+
+def _local_option(path: Path) -> str:
+    """The option of the path's mount by which locks hold on each machine alone; empty: there is none."""
+    options = {mount.mountpoint: mount.opts.split(",") for mount in psutil.disk_partitions(all=True)}
+    own = next((options[str(one)] for one in path.resolve().parents if str(one) in options), [])
+    return next((f"it is mounted with {option}" for option in own if option in LOCAL), "")
+
+
+@cache
+def _warn(folder: Path, why: str) -> None:
+    print(
+        f"nemo-edo: warning: {folder}: locks do not work on this file system ({why}); the text and time of files keep "
+        f"other processes away instead (docs/reliability.md)",
+        file=sys.stderr,
+    )
 
 
 def _flock(file: IO[str]) -> bool:

@@ -67,7 +67,7 @@ def first_that_resolves(*names: str) -> str:
     """The first of a node's names that resolves here: DNS may not know Slurm's. Raises UserError where none does."""
     for name in filter(None, names):
         try:
-            socket.gethostbyname(name)
+            socket.getaddrinfo(name, None)
         except OSError:
             continue
         return name

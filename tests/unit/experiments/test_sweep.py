@@ -57,6 +57,9 @@ def test_sweep_yaml_lists_the_runs_of_all_sweeps_in_the_folder_and_anything_else
     write_members(sweep)
     assert list(sweep_members(sweep.folder)) == ["seed=1", "seed=2", "alpha=0", "alpha=1"]
     assert yaml.safe_load((sweep.folder / "sweep.yaml").read_text())["config"] == "alpha_sweep"
+    (tmp_path / "alpha_sweep" / "config.yaml").touch()
+    with pytest.raises(UserError, match="the folder of a single run"):
+        plan("seed=1,2", folder=tmp_path)
     for text in ("- a", "members: [a]", "{", "other: 1"):
         (sweep.folder / "sweep.yaml").write_text(text)
         with pytest.raises(UserError, match="sweep.yaml"):

@@ -4,6 +4,7 @@ import errno
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,6 +33,17 @@ def test_a_second_owner_is_refused_until_the_first_closes_the_file_or_has_ended(
         os._exit(0)
     os.waitpid(child, 0)
     OwnedFile(path).close()
+
+
+def test_locks_that_hold_on_one_machine_alone_count_as_none_and_are_warned_of_once(tmp_path, monkeypatch, capsys):
+    mounts = [SimpleNamespace(mountpoint=str(one), opts=opts) for one, opts in
+              ((tmp_path.parent, "rw,localflock"), ("/", "rw"))]  # fmt: skip
+    monkeypatch.setattr(owned_file.psutil, "disk_partitions", lambda **_: mounts)
+    monkeypatch.setattr(owned_file, "SETTLE_S", 0.01)
+    owned = [OwnedFile(tmp_path / name) for name in "ab"]
+    assert capsys.readouterr().err.count("mounted with localflock") == 1
+    for one in owned:
+        one.close()
 
 
 def test_without_locks_an_owner_on_another_machine_lives_as_long_as_it_touches_the_file(tmp_path: Path, monkeypatch):
