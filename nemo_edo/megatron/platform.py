@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -39,11 +40,21 @@ def enter(threads: int | None = None) -> torch.device:
             if torch.cuda.is_available():
                 _entered = _enter_a_gpu()
             else:
+                require_no_unused_gpu()
                 if threads is not None:
                     torch.set_num_threads(threads)
                 without_cuda.adapt()  # before Megatron is imported
                 _entered = torch.device("cpu")
     return _entered
+
+
+def require_no_unused_gpu(driver: Path = Path("/dev/nvidiactl")) -> None:
+    """Raises UserError where a torch for CUDA finds none of the machine's GPUs: a run would take days on the CPU."""
+    if torch.version.cuda and driver.exists() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        raise UserError(
+            f"this machine has NVIDIA GPUs, and torch (for CUDA {torch.version.cuda}) cannot use them: `nvidia-smi` "
+            "shows the driver's CUDA version, which must not be older; to train on the CPU, set CUDA_VISIBLE_DEVICES="
+        )
 
 
 def _enter_a_gpu() -> torch.device:

@@ -7,6 +7,7 @@ import html
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -155,7 +156,12 @@ def end_tracking(trainer: pl.Trainer, *, finished: bool) -> None:
 
     for logger in trainer.loggers:
         if isinstance(logger, MLFlowLogger):
-            logger.experiment.set_terminated(logger.run_id, "FINISHED" if finished else "KILLED")
+            from mlflow.exceptions import MlflowException
+
+            try:
+                logger.experiment.set_terminated(logger.run_id, "FINISHED" if finished else "KILLED")
+            except MlflowException as error:  # the run itself is complete
+                print(f"nemo-edo: warning: MLflow was not told that the run has ended: {error}", file=sys.stderr)
 
 
 def log_numbers(trainer: pl.Trainer | None) -> Callable[[dict[str, float], int], None]:

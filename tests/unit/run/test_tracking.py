@@ -2,6 +2,7 @@
 
 import errno
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -55,12 +56,21 @@ def test_a_resumed_run_has_the_id_in_wandb_that_it_began_with(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(("finished", "status"), [(True, "FINISHED"), (False, "KILLED")])
-def test_mlflow_is_told_how_a_run_ended_and_other_loggers_are_left_alone(monkeypatch, finished: bool, status: str):
+def test_mlflow_is_told_how_a_run_ended_and_other_loggers_are_left_alone(
+    monkeypatch, capsys, finished: bool, status: str
+):
+    class Away(Exception):
+        pass
+
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=Away))
     client = mock.Mock()
     monkeypatch.setattr(MLFlowLogger, "experiment", client)
     monkeypatch.setattr(MLFlowLogger, "run_id", "r1")
     end_tracking(trainer(mock.Mock(), MLFlowLogger.__new__(MLFlowLogger)), finished=finished)
     assert client.mock_calls == [mock.call.set_terminated("r1", status)]
+    client.set_terminated.side_effect = Away("no route to host")  # a finished run stays one
+    end_tracking(trainer(MLFlowLogger.__new__(MLFlowLogger)), finished=finished)
+    assert "no route to host" in capsys.readouterr().err
 
 
 def test_a_single_arm_has_its_alpha_under_its_plain_name_and_nothing_that_may_hold_a_key_is_logged():
