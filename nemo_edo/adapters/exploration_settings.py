@@ -71,8 +71,8 @@ class ExplorationSettings:
                 logprobs, old_logprobs, mask, log_ratio_floor=floor, weights=weights, on_empty="zero"
             )
             below = floor_share(logprobs, old_logprobs, mask, floor)
-        sums = (values_BT.detach().sum(), below.sum, below.count)
-        return values_BT, torch.stack([torch.as_tensor(x).to(values_BT.dtype) for x in sums])
+        sums = (values_BT.detach().float().sum(), below.sum, below.count)
+        return values_BT, torch.stack([torch.as_tensor(x).to(sums[0]) for x in sums])
 
     @staticmethod
     def metrics(sums: Tensor) -> dict[str, float]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 
-from rllm.trainer.algorithms.loss import LossContext, get_loss, register_loss
+from rllm.trainer.algorithms.loss import RLLM_LOSS_AGG_MODE, LossContext, get_loss, register_loss
 from torch import Tensor
 
 from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
@@ -29,7 +29,8 @@ def ed_grpo_loss(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     beside them. Tensors are [B, T], or [T] where the backend gives one response at a time.
     Metrics: the base loss's, ``exploration`` (mean over tokens, in nats, floored, without the coefficient) and
     ``floor_share``.
-    Raises ValueError for a missing coefficient and a base loss that is this one or unknown.
+    Raises ValueError for a missing coefficient and a base loss that is this one or unknown, or whose aggregation rLLM
+    fixes by its name.
     """
     warn_of_untested("rllm")
     if "exploration_coefficient" not in ctx.params:
@@ -38,6 +39,11 @@ def ed_grpo_loss(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     base = ctx.params.get("base_loss", "ppo_clip")
     if base == LOSS:
         raise ValueError(f"algorithm.loss_params.base_loss is {LOSS}, which adds the term to another loss")
+    if base in RLLM_LOSS_AGG_MODE and ctx.backend != "verl":
+        raise ValueError(
+            f"algorithm.loss_params.base_loss is {base}, which rLLM aggregates by {RLLM_LOSS_AGG_MODE[base]} under its "
+            "own name alone (on verl's backend always): choose another one"
+        )
     loss, metrics = get_loss(base)(ctx)
     rows = (ctx.logp_curr, ctx.logp_old, ctx.action_mask)
     values_BT, sums = exploration.term(*(x[None] if x.dim() == 1 else x for x in rows))

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import apply_off_policy_correction
+from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import (
+    apply_off_policy_correction,
+    off_policy_correction_enabled,
+)
 from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry, reduce_loss
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig
 from torch import Tensor
@@ -16,6 +19,7 @@ from torch import Tensor
 from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
 
 LOSS = "ed_grpo"
+UNCORRECTED = ("clip_cov", "importance_sampling", "kl_cov")
 
 
 def register_ed_grpo(
@@ -24,8 +28,8 @@ def register_ed_grpo(
     """Registers ``cfg.trainer.algorithm.policy_loss_type`` plus the term as ``ed_grpo``, and selects it in ``cfg``.
 
     exploration_coefficient, log_ratio_floor: ``ExplorationSettings``.
-    Raises ValueError for a reduction whose divisors a loss cannot know, a loss without log pi_old, step-wise
-    trajectories, and one optimizer step for each batch.
+    Raises ValueError for a reduction whose divisors a loss cannot know, a loss without log pi_old, or that an
+    off-policy correction leaves alone, step-wise trajectories, and one optimizer step for each batch.
     """
     warn_of_untested("skyrl")
     exploration = ExplorationSettings(exploration_coefficient, log_ratio_floor)
@@ -40,6 +44,11 @@ def register_ed_grpo(
         raise ValueError(
             f"trainer.algorithm.policy_loss_type is {algorithm.policy_loss_type!r}, for which SkyRL computes no log "
             "pi_old, which the term compares with; set it to regular, for example"
+        )
+    if algorithm.policy_loss_type in UNCORRECTED and off_policy_correction_enabled(algorithm.off_policy_correction):
+        raise ValueError(
+            f"trainer.algorithm.policy_loss_type is {algorithm.policy_loss_type!r}, which SkyRL does not correct by "
+            "off_policy_correction, and the term would be: switch it off, or set regular, for example"
         )
     if cfg.generator.step_wise_trajectories:
         raise ValueError("generator.step_wise_trajectories=true: mini-batches vary in size, and the term's divisor too")

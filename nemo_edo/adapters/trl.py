@@ -115,10 +115,17 @@ class _Exploring(_Trainer):
                 )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.is_world_process_zero():  # FSDP saves divided states without _save
+            self._write_record(Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}")
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        text = json.dumps(self._record, indent=2) + "\n"
-        (Path(output_dir or self.args.output_dir) / RECORD).write_text(text, encoding="utf-8")
+        self._write_record(Path(output_dir or self.args.output_dir))
+
+    def _write_record(self, folder: Path) -> None:
+        (folder / RECORD).write_text(json.dumps(self._record, indent=2) + "\n", encoding="utf-8")
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
@@ -247,11 +254,9 @@ class EDGRPOTrainer(_Exploring, GRPOTrainer):
         train = self.model.training
         accumulation = self.current_gradient_accumulation_steps if train else 1
         if self.loss_type in TOKEN_MEANS:
-            tokens = inputs["num_items_in_batch"] / self.accelerator.num_processes
-            if Version(trl.__version__) >= TOKENS_OF_ONE_STEP:
-                tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
-                if train:
-                    tokens = tokens * accumulation / self.args.steps_per_generation
+            tokens = inputs["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            if train and Version(trl.__version__) >= TOKENS_OF_ONE_STEP:
+                tokens = tokens * accumulation / self.args.steps_per_generation
             return values_BT.sum() / tokens
         if self.loss_type in SEQUENCE_MEANS:
             mean = (values_BT.sum(-1) / mask.sum(-1).clamp(min=1)).mean()
@@ -267,10 +272,11 @@ class EDGRPOTrainer(_Exploring, GRPOTrainer):
 class EDDPOTrainer(_Exploring, DPOTrainer):
     """``DPOTrainer`` with the exploration term of ED-iDPO, over both responses of each pair.
 
-    The pairs must be samples of pi_old: the policy before the first step, to which TRL's reference model is equal if
-    you give none. Where pi_ref is another model, give pi_old as ``sampler_model``; it costs a second forward pass
-    without gradient. The term is the mean over a batch's responses of their token sums; its metrics are those of
-    ``EDGRPOTrainer``. Start a trainer for each collection.
+    The pairs must be samples of pi_old, the policy before the first step. TRL's reference model is taken for it unless
+    you give it as ``sampler_model``, which costs a second forward pass without gradient. Give it where pi_ref is
+    another model, and from the second collection on: without a ``ref_model`` TRL loads the one that the model's config
+    names, which is not the model that has been trained. The term is the mean over a batch's responses of their token
+    sums; its metrics are those of ``EDGRPOTrainer``. Start a trainer for each collection.
     """
 
     _name, _paper, _tag_names = "ED-iDPO", PAPER, [*DPOTrainer._tag_names, "ed-idpo"]
@@ -289,7 +295,8 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
         """args: an ``EDDPOConfig``, or any ``DPOConfig`` where the next two are given (``ExplorationSettings``).
 
         Raises ValueError where TRL runs no reference model that could stand for pi_old (``precompute_ref_log_probs``),
-        moves it (``sync_ref_model``) or hides its log-probabilities (Liger); when training starts, for a schedule of
+        moves it (``sync_ref_model``), hides its log-probabilities (Liger) or has loaded other weights than the model's
+        (not looked for under DeepSpeed and FSDP, which divide them); when training starts, for a schedule of
         one optimizer step.
         """
         args = self._configured(args, DPOConfig, EDDPOConfig, exploration_coefficient, log_ratio_floor)
@@ -303,6 +310,9 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
             for name in ("precompute_ref_log_probs", "sync_ref_model"):
                 if getattr(self.args, name):
                     raise ValueError(f"{name} leaves no frozen pi_old here: set it to False, or give sampler_model")
+            divided = self.is_deepspeed_enabled or self.is_fsdp_enabled
+            if ref_model is None and self.ref_model is not None and not divided:
+                require_same_weights(self.model, self.ref_model)
         self.add_callback(_SeveralSteps(self.exploration))
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
@@ -329,6 +339,17 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
             return result
         term = self.exploration.coefficient * values_BT.sum(-1).mean()
         return (result[0] + term, result[1]) if return_outputs else result + term
+
+
+def require_same_weights(model: nn.Module, reference: nn.Module) -> None:
+    """Raises ValueError where a reference that TRL has loaded, perhaps in another precision, is not the model."""
+    for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        own, other = own.detach(), other.detach().to(own.device)
+        if not (torch.equal(own.to(other.dtype), other) or torch.equal(own, other.to(own.dtype))):
+            raise ValueError(
+                f"TRL has loaded the reference by the name in the model's config, and its {name} differs from the "
+                "model's, so that it is not pi_old: give ref_model, and the policy that sampled as sampler_model"
+            )
 
 
 class _SeveralSteps(TrainerCallback):  # the number of steps is known when training starts, and not before

@@ -73,6 +73,8 @@ def test_rllm_and_skyrl_refuse_settings_with_which_the_term_would_be_missing_or_
     rllm, skyrl = results["rllm_refused"], results["skyrl_refused"]
     assert "algorithm.loss_params.exploration_coefficient is missing" in rllm["missing"]
     assert "algorithm.loss_params.base_loss is ed_grpo_rllm" in rllm["itself"]
+    assert "base_loss is gspo" in rllm["fixed"] and "seq-mean-token-mean" in rllm["fixed"]
+    assert "policy_loss_type is 'kl_cov'" in skyrl["uncorrected"] and "off_policy_correction" in skyrl["uncorrected"]
     assert "loss_reduction is 'token_mean'" in skyrl["reduction"] and "sequence_mean" in skyrl["reduction"]
     assert "policy_loss_type is 'dppo'" in skyrl["base"] and "log pi_old" in skyrl["base"]
 

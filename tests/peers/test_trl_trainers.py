@@ -78,6 +78,7 @@ def test_a_schedule_of_one_step_for_each_collection_is_refused_and_the_pages_exa
     for words in ("num_iterations (now 1)", "steps_per_generation (now 2)", "zero-mean noise"):
         assert words in results(run)["refused"]
     assert "num_train_epochs" in results(run)["dpo"]["refused"]
+    assert "give ref_model" in results(run)["dpo"]["other reference"]
     assert {"exploration", "floor_share", "entropy", "reward"} <= set(results(run)["example"])
 
 

@@ -284,7 +284,8 @@ def rllm_refused() -> dict:
         context = LossContext(row, row, row, MASK[0], MASK[0], torch.sum, params={"eps_clip": 0.2, **params})
         return refusal(lambda: get_loss(LOSS)(context))
 
-    return {"missing": with_settings(), "itself": with_settings(exploration_coefficient=0.1, base_loss=LOSS)}
+    return {"missing": with_settings(), "itself": with_settings(exploration_coefficient=0.1, base_loss=LOSS),
+            "fixed": with_settings(exploration_coefficient=0.1, base_loss="gspo")}  # fmt: skip
 
 
 # --- SkyRL ---------------------------------------------------------------------------------------------------------
@@ -344,7 +345,8 @@ def skyrl(name: str) -> dict:
 def skyrl_refused() -> dict:
     from nemo_edo.adapters.skyrl import register_ed_grpo
 
-    cases = {"reduction": {"loss_reduction": "token_mean"}, "one": {"batch": 2}, "base": {"policy_loss_type": "dppo"}}
+    cases = {"reduction": {"loss_reduction": "token_mean"}, "one": {"batch": 2}, "base": {"policy_loss_type": "dppo"},
+             "uncorrected": {"policy_loss_type": "kl_cov"}}  # fmt: skip
     return {name: refusal(partial(register_ed_grpo, skyrl_config(**case), 0.1)) for name, case in cases.items()}
 
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
 
 from nemo_edo.adapters import trl as adapter
-from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOConfig, EDGRPOTrainer, Novelty
+from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOConfig, EDGRPOTrainer, Novelty, require_same_weights
 from nemo_edo.losses import each_path
 
 COEFFICIENT, STEPS = 0.3, 8
@@ -255,6 +255,14 @@ def dpo() -> dict:
         dpo_trainer(EDDPOTrainer, max_steps=1, **explored).train()
     except ValueError as error:
         result["refused"] = str(error)
+    other = model()
+    require_same_weights(model(), other.bfloat16())
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    try:
+        require_same_weights(model(), other)
+    except ValueError as error:
+        result["other reference"] = str(error)
     return result
 
 
