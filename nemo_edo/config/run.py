@@ -288,6 +288,10 @@ class RunConfig(Section):
         k, samples = training.pass_k, self.sampling.samples_per_prompt
         expected = f"null or a number below sampling.samples_per_prompt = {samples}"
         require(k is None or k < samples, f"{section}.pass_k", k, expected)
+        told_apart = training.novelty_strength > 0 or training.redundancy_weighted
+        parsed = not told_apart or training.solution_paths == "ngrams" or self.data.is_built_in
+        expected = "ngrams: arithmetic tells apart solutions of the built-in task alone"
+        require(parsed, f"{section}.solution_paths", training.solution_paths, expected)
         buffer, limit = training.overlong_buffer, self.sampling.max_new_tokens
         expected = f"null or at most sampling.max_new_tokens = {limit}"
         require(buffer is None or buffer <= limit, f"{section}.overlong_buffer", buffer, expected)

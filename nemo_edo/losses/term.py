@@ -32,9 +32,11 @@ class LossTerm:
 
     def mean(self) -> Tensor:
         """sum / count. No samples at all (0/0) give 0, with gradient zero."""
-        count = torch.as_tensor(self.count, dtype=self.sum.dtype, device=self.sum.device)
+        # A 16-bit number could not hold the count.
+        exact = torch.promote_types(self.sum.dtype, torch.float32)
+        count = torch.as_tensor(self.count, dtype=exact, device=self.sum.device)
         nothing = (count == 0) & (self.sum == 0)
-        return self.sum / (count + nothing)
+        return (self.sum.to(exact) / (count + nothing)).to(self.sum.dtype)
 
     def __add__(self, other: LossTerm) -> LossTerm:
         """The same quantity over both sets of samples: two micro-batches, or two ranks."""

@@ -212,6 +212,12 @@ def test_a_model_is_evaluated_on_any_benchmarks_test_file_alone(benchmark: str):
     assert cfg.rewards.judge.url is None  # not needed where the judge is not asked
 
 
+def test_novelty_needs_solution_paths_that_the_data_has():
+    lines = ["grpo.novelty_strength=0.5", "arms={}", "data.train=a.jsonl", "data.test=b.jsonl"]
+    assert "grpo.solution_paths is 'arithmetic', expected ngrams" in message_of("quickstart", lines)
+    assert compose_run("quickstart", [*lines, "grpo.solution_paths=ngrams"]) and compose_run("quickstart", lines[:2])
+
+
 @pytest.mark.parametrize(("overrides", "message"), [
     ([*MODEL, "sft.steps=3"], "sft.steps is 3, expected 0 with algorithm none"),
     ([*MODEL, "+arms.a.alpha=1"], r"arms is \['a'\], expected none with algorithm none"),

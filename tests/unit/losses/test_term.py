@@ -54,6 +54,10 @@ def test_a_mean_is_the_sum_over_the_count_and_0_for_no_samples(total, count, mea
     assert (found.item(), torch.autograd.grad(found, x)[0].item()) == (mean, slope)
 
 
+def test_a_mean_of_16_bits_is_over_the_exact_count():
+    assert LossTerm(torch.tensor(7000.0, dtype=torch.float16), 70_000).mean().item() == pytest.approx(0.1, rel=1e-3)
+
+
 @pytest.mark.parametrize(("values", "mask", "reduction", "norm_length", "message"), [
     (VALUES[0], MASK[0], "token-mean", None, r"mask has shape \(3,\)"),
     (VALUES, MASK * 0.5, "token-mean", None, "mask has values other than 0 and 1"),
