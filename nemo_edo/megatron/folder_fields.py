@@ -23,6 +23,7 @@ from nemo_edo.errors import UserError
 HARMLESS = frozenset(
     # What describes the file, generation or training, and not what the model computes of a sequence.
     "_name_or_path architectures model_type transformers_version torch_dtype dtype use_cache cache_implementation "
+    "_model_name_or_path "  # of a GGUF file
     "initializer_range initializer_factor pad_token_id bos_token_id eos_token_id sep_token_id decoder_start_token_id "
     "forced_bos_token_id forced_eos_token_id id2label label2id problem_type task_specific_params "
     "output_attentions output_hidden_states gradient_checkpointing is_decoder chunk_size_feed_forward finetuning_task "

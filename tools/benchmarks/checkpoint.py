@@ -11,6 +11,7 @@ the time until the next step may begin.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import statistics
 import tempfile
@@ -90,7 +91,7 @@ def main() -> None:
     parser.add_argument("--distributed-optimizer", action="store_true")
     args = parser.parse_args()
     quiet_libraries()
-    folder = args.folder or Path(tempfile.gettempdir()) / "checkpoint-benchmark"
+    folder = (args.folder or Path(tempfile.gettempdir())) / f"checkpoint-benchmark-{os.getuid()}"
     policy = build_policy(folder / "model", args.threads, args.distributed_optimizer)
     train_step(policy)
     figures = {how: [] for how in HOW}

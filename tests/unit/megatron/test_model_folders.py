@@ -247,7 +247,8 @@ SOUND = {
         "qwen2", lambda f: edit(f, use_sliding_window=False, sliding_window=8, max_window_layers=1)),
     "a window": ("mistral", lambda f: edit(f, sliding_window=8)),
     "probabilities as they are": ("qwen3_moe", lambda f: edit(f, norm_topk_prob=False)),
-    "harmless fields": ("llama", lambda f: edit(f, unsloth_version="1", use_mrope=False, attention_dropout=0.1)),
+    "harmless fields": ("llama", lambda f: edit(f, unsloth_version="1", use_mrope=False, attention_dropout=0.1,
+                                                     _model_name_or_path="SmolLM2")),
     "tied, with the same head": (
         "qwen3", lambda f: (edit(f, tie_word_embeddings=True),
                             change(f, **{HEAD: load_file(f / "model.safetensors")["model.embed_tokens.weight"]}))),
