@@ -343,8 +343,8 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
 
 def require_same_weights(model: nn.Module, reference: nn.Module) -> None:
     """Raises ValueError where a reference that TRL has loaded, perhaps in another precision, is not the model."""
-    for (name, own), other in zip(model.named_parameters(), reference.parameters(), strict=True):
-        own, other = own.detach(), other.detach().to(own.device)
+    for (name, parameter), loaded in zip(model.named_parameters(), reference.parameters(), strict=True):
+        own, other = parameter.detach(), loaded.detach().to(parameter.device)
         if not (torch.equal(own.to(other.dtype), other) or torch.equal(own, other.to(own.dtype))):
             raise ValueError(
                 f"TRL has loaded the reference by the name in the model's config, and its {name} differs from the "
