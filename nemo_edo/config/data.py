@@ -45,6 +45,10 @@ class ArithmeticConfig(Section):
     step_noise: Share = 0.1  # Share of the warm-up data's other steps whose result is wrong.
     seed: int = 0  # Seed of the problems, separate from the run's: runs with other seeds see the same problems.
 
+    def rules(self) -> Rules:
+        questions = (self.max_operand + 1) ** self.num_operands
+        yield questions < 2**63, "num_operands", f"fewer with operands up to {self.max_operand}: at most 2^63 questions"
+
 
 @dataclass
 class Columns:

@@ -16,7 +16,7 @@ from nemo_edo.config import (
     ScheduleConfig,
     SearchLLMConfig,
 )
-from nemo_edo.config.data import JudgeConfig
+from nemo_edo.config.data import ArithmeticConfig, JudgeConfig
 from nemo_edo.config.reward_model import MEANS, WIDTHS
 from nemo_edo.test_time import search_llm
 
@@ -68,6 +68,7 @@ def test_a_value_out_of_range_is_an_error_that_names_the_key(section, key: str, 
     (ParallelismConfig, {"overlap_param_gather": True, "use_distributed_optimizer": True}, "overlap_grad_reduce"),
     (PrecisionConfig, {"fp8": "e4m3", "dtype": "bf16", "fp8_margin": 1}, "fp8_margin"),
     (PrecisionConfig, LAST_LAYER_IN_BF16, "bf16_layers_at_end"),
+    (ArithmeticConfig, {"num_operands": 19}, "num_operands is 19, expected fewer"),
     (GRPOConfig, {"pass_k": 4, "overlong_buffer": 8}, "overlong_buffer is 8, expected null with pass_k"),
     (GRPOConfig, {"exploration_samples": "reference", "reference": "ema"}, "exploration_samples is 'reference'"),
     *((GRPOConfig, {"exploration_samples": "previous", **own}, f"{next(iter(own))} .*exploration_samples=previous")
