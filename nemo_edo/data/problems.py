@@ -41,7 +41,7 @@ def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
     for name in ("question", "answer", "solution", "id"):
         setting = getattr(columns, name)
         column = setting or name
-        value = metadata.pop(column, None)
+        value = metadata.get(column) if name == "id" else metadata.pop(column, None)
         if column not in content:  # a field of a column: reward_model.ground_truth
             value = content
             for part in column.split("."):

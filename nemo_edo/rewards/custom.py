@@ -32,7 +32,8 @@ _PLURAL = ("questions", "responses", "answers", "metadata", "final_answers", "so
            *IDS)  # fmt: skip
 COMPLETIONS = "completions"
 _TRL = {"prompts": "prompt", COMPLETIONS: "completion", "completion_ids": "response_ids"}
-_VERL = {"data_source": "data_source", "solution_str": "response", "ground_truth": "answer", "extra_info": "extra_info"}
+_TRUTH = "answer (data.columns.answer)"  # what verl's functions get; there is none where the answer is blank
+_VERL = {"data_source": "data_source", "solution_str": "response", "ground_truth": _TRUTH, "extra_info": "extra_info"}
 _FORMS: tuple[tuple[set[str], bool, dict[str, str]], ...] = (
     ({COMPLETIONS}, True, _TRL),
     ({"solution_strs"}, True, {f"{name}s": field for name, field in _VERL.items()}),
@@ -212,7 +213,8 @@ class CustomScorer:
     def _arguments(self, response: Response) -> dict[str, Any]:
         """All that a function can ask for."""
         problem, own, text = response.problem, _own(response), response.rollout.text
-        columns = {**own["metadata"], "answer": problem.answer, "solution": problem.solution}
+        columns = {"question": problem.question, **own["metadata"]}
+        columns |= {"answer": problem.answer, "solution": problem.solution}
         columns |= {name: own[field] for name, field in self.columns.items() if field in own}
         is_chat = bool(problem.messages)
         return {
@@ -221,6 +223,7 @@ class CustomScorer:
             "completion": [{"role": "assistant", "content": text}] if is_chat else text,
             "data_source": columns.get("data_source", problem.source),
             "extra_info": columns.get("extra_info", own["metadata"]),
+            **({_TRUTH: problem.answer} if problem.answer else {}),
             **{COLUMN + name: value for name, value in columns.items()},
         }
 
@@ -236,6 +239,8 @@ def _own(response: Response) -> dict[str, Any]:
 # --- in the worker process --------------------------------------------------------------------------------------------
 
 _function = cache(load_function)
+_loop = cache(asyncio.new_event_loop)
+"""One for all calls: a client or semaphore of a user's module belongs to the loop that it was first used in."""
 
 
 @cache
@@ -277,9 +282,9 @@ def call(path: str, key: str, rows: Sequence[Mapping[str, Any]]) -> list[Result]
         else:
             returned = [function(**{name: given[field] for name, field in fields.items()}) for given in rows]
         if takes.concurrent:
-            returned = asyncio.run(_all(returned))
+            returned = _loop().run_until_complete(_all(returned))
         elif inspect.isawaitable(returned):
-            [returned] = asyncio.run(_all([returned]))
+            [returned] = _loop().run_until_complete(_all([returned]))
             if isinstance(returned, BaseException):
                 raise returned
     except (Exception, SystemExit) as error:  # whatever a user's function raises is a user's error

@@ -235,8 +235,8 @@ def test_a_functions_problems_are_kept_and_read_back_with_their_metadata(tmp_pat
     (tmp_path / "my_data.py").write_text(CODE)
     made = made_problems("my_data:make", {"size": 2}, Columns())
     assert [(p.id, p.answer, p.metadata, p.source) for p in made["train"]] == [
-        ("train-q0", "0", {"level": 0}, "my_data:make train 1"),
-        ("train-q1", "1", {"level": 1}, "my_data:make train 2")]  # fmt: skip
+        ("train-q0", "0", {"id": "q0", "level": 0}, "my_data:make train 1"),
+        ("train-q1", "1", {"id": "q1", "level": 1}, "my_data:make train 2")]  # fmt: skip
     for split, problems in made.items():
         path = tmp_path / f"{split}.jsonl"
         write_problems(path, problems, benchmark=MADE, split=split, source={}, skipped=0)

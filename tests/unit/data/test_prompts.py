@@ -180,8 +180,11 @@ def test_a_column_of_messages_is_a_chat_and_a_name_with_a_dot_a_field(tmp_path):
     assert made.messages == ({"role": "system", "content": "Count."}, {"role": "user", "content": "How many?"})
     turns = (*made.messages, {"role": "assistant", "content": "What?"}, {"role": "user", "content": "Legs."})
     assert question_of(turns) == "user: How many?\n\nassistant: What?\n\nuser: Legs."
-    with pytest.raises(RowError, match='"prompt" is messages written as a text'):
-        named_problem(columns, Row(1, "t:1", {**row, "prompt": json.dumps(row["prompt"])}), "t")
+    for text in (json.dumps(row["prompt"], indent=1), str(row["prompt"]), "[{'content': 'Legs?', 'role': 'user'}]"):
+        with pytest.raises(RowError, match='"prompt" is messages written as a text'):
+            named_problem(columns, Row(1, "t:1", {**row, "prompt": text}), "t")
+    named = named_problem(Columns(question="q", id="uid"), Row(1, "t:1", {"q": "[{1, 2}]", "uid": 7}), "t")
+    assert (named.id, named.question, named.metadata) == ("t-7", "[{1, 2}]", {"uid": 7})
     with pytest.raises(UserError, match="t:1: has messages"):
         prompt(make(tmp_path), made)
 

@@ -47,10 +47,14 @@ async def at_once(*, response, answer):
     await asyncio.sleep(0.3)
     if response == "bad" and answer == "3": raise KeyError("late")
     return max(started) - min(started) < 0.2
+lock = asyncio.Semaphore(1)
+async def limited(*, response):
+    async with lock: await asyncio.sleep(0.01)
+    return 1.0
 async def all_at_once(*, responses): return [len(responses)] * len(responses)
 started = []
 def trl(completions, **kwargs):
-    assert sorted(kwargs) == ["answer", "completion_ids", "prompts", "solution", "target", "weight"]
+    assert sorted(kwargs) == ["answer", "completion_ids", "prompts", "question", "solution", "target", "weight"]
     return [w if c.endswith(t) else None for c, t, w in zip(completions, kwargs["target"], kwargs["weight"])]
 def trl_columns(prompts, completions, weight, missing=None): return [w + len(p) for p, w in zip(prompts, weight)]
 def trl_without(completions, color): return [0.0] * len(completions)
@@ -132,7 +136,8 @@ def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_answers_
     ("one_bad", 0, "returned nan (float)"),
     ("too_few", 0, "returned 1 results for 4 responses"),
     ("at_once", 0, "raised KeyError: 'late' (/"),
-    ("trl_without", 0, "takes the column color, which the data has not; there are answer, solution, target, weight"),
+    ("trl_without", 0, "takes the column color, which the data has not; there are answer, question, solution, target, "
+                       "weight"),
 ])  # fmt: skip
 def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_was_scored(
     scorer, tmp_path, path, before, message
@@ -155,6 +160,17 @@ def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_wa
 
 def test_an_async_function_scores_responses_at_the_same_time(scorer):
     assert [one.reward for one in scorer("at_once").score(rollouts(["a", "b", "c"]), PROBLEMS)] == [1, 1, 1]
+    limited = scorer("limited")  # its semaphore is bound to the loop of the first call
+    for _ in range(2):
+        assert [one.reward for one in limited.score(rollouts(["a", "b", "c"]), PROBLEMS)] == [1, 1, 1]
+
+
+def test_a_verl_function_without_a_ground_truth_names_the_setting_unless_it_has_a_default(scorer, tmp_path):
+    blank = [replace(one, answer="") for one in PROBLEMS]
+    with pytest.raises(PartlyScored, match=r"takes the answer \(data\.columns\.answer\), which the data has not"):
+        scorer("compute_score").score(rollouts(), blank)
+    (tmp_path / "my_rewards.py").write_text("def optional(solution_str, ground_truth='2'): return float(ground_truth)")
+    assert [one.reward for one in scorer("optional").score(rollouts(), blank)] == [2] * 4
 
 
 def test_trl_functions_get_messages_where_the_data_are_chats(scorer, tmp_path):
