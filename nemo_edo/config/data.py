@@ -220,7 +220,8 @@ class RewardsConfig(Section):
 
     verifier: Annotated[str, one_of("auto", "exact", "math", "judge")] = "auto"
     """exact: numbers by value, other answers as texts. math: mathematical equivalence, by math-verify. judge: a
-    language model (``rewards.judge``). auto: exact where every problem's answer is a number (GSM8K), otherwise math."""
+    language model (``rewards.judge``). auto: exact where every problem's answer is a number and
+    ``data.answer_format`` is hashes or so_the_answer_is (GSM8K), otherwise math."""
     time_limit_s: Positive = 5.0  # CPU time for one answer; above it the reward is 0.
     time_budget_s: Positive = 60.0
     """Seconds of all workers that answers which reach the time limit may take in one collection, or in an evaluation's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
 from typing import NamedTuple
@@ -34,8 +35,16 @@ _BOLD = re.compile(r"^[\s:]*\*\*([^*]+)\*\*")
 _NAME = re.compile(r"^[a-zA-Z]\s*=\s*")
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _SPACES = re.compile(r"(?<!\\)\\[!,;: ]|~|\\quad|\\qquad")
-_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!,?|,\\!| )(?=\d{3}(?!\d))")
-_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|,?\s*(?:and|or)\b)[\s$]*(?:[a-z]\s*=\s*)?")
+_TYPESET = str.maketrans({
+    **dict.fromkeys(map(chr, (0xA0, *range(0x2000, 0x200B), 0x202F, 0x205F, 0x3000)), " "),
+    **dict.fromkeys("\u2010\u2011\u2013\u2212\uff0d", "-"),
+})  # fmt: skip
+_GROUPED = r"(?<=\d)(?:\{{,\}}|\\,|\\!,?|,\\!|{})(?=\d{{3}}(?!\d))"
+_THOUSANDS = re.compile(_GROUPED.format(" "))
+_THOUSANDS_IN_PROSE = re.compile(_GROUPED.format("[\u00a0\u2009\u202f]"))  # where a plain space is between two numbers
+_GAP = r"(?:[\s$~*]|\\[ ,;:!()\[\]]|\\q?quad(?![a-zA-Z]))*"
+_AND_OR = r"(?:(?:and|or)\b|\\text\s*\{\s*(?:and|or)\s*\})"
+_BETWEEN_BOXES = re.compile(rf"{_GAP}(?:[,;](?:{_GAP}{_AND_OR})?|{_AND_OR}){_GAP}(?:[a-zA-Z](?:_\{{?\w+\}}?)?\s*=\s*)?")
 _DOLLAR = "\x02"  # put for the sign of dollars, which is no delimiter
 _BARE_DOLLAR = re.compile(r"^([-+]?)\$(?=\s*[-+]?[\d.]+[^$]*$)")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ('"', '"'))
@@ -68,16 +77,23 @@ def simple_fraction(text: str) -> Fraction | None:
 
 def stated_number(text: str) -> str | None:
     """The canonical number that an answer states, whatever is between it and a number alone: a name (``x = 42``), a
-    unit (``42 apples``, ``50%``, ``£42``), a box, bold face. None for anything else, such as ``42 or 43``."""
+    unit (``42 apples``, ``50%``, ``£42``), a box, bold face; also a fraction that is a decimal (``1/2``). None for
+    anything else, such as ``42 or 43``."""
     if len(text) > LONGEST_ANSWER:
         return None
     if (plain := canonical_number(text)) is not None:  # as nearly all answers of a built-in task; cleaning takes 0.2 ms
         return plain
     text = _NAME.sub("", clean_answer(text)).removesuffix("%")
-    number = canonical_number(text)
+    number = _decimal(text)
     if number is None and (measured := measure(text)) and measured.multiplier == 1 and measured.more is None:
-        number = canonical_number(measured.value)
+        number = _decimal(measured.value)
     return number
+
+
+def _decimal(text: str) -> str | None:
+    value = simple_fraction(text)
+    decimal = Decimal(value.numerator) / value.denominator if value is not None else None
+    return canonical_number(f"{decimal:f}" if value is not None and Fraction(decimal) == value else text)
 
 
 def final_answer(text: str) -> str | None:
@@ -95,7 +111,8 @@ def is_well_formed(text: str) -> bool:
 def clean_answer(text: str) -> str:
     """An answer without what surrounds it: math delimiters, a box, bold face, typographic spaces, a closing full stop.
     Digits that a space or ``{,}`` groups are joined, and the sign of dollars is ``\\$``; nothing else is changed."""
-    before, text = None, _SPACES.sub(" ", _THOUSANDS.sub("", text.replace(r"\$", _DOLLAR)))
+    before, text = None, text.translate(_TYPESET).replace(r"\$", _DOLLAR)
+    text = _SPACES.sub(" ", _THOUSANDS.sub("", text))
     while text != before:  # one thing may surround another
         before = text
         text = text.strip()
@@ -109,7 +126,7 @@ def clean_answer(text: str) -> str:
         if len(boxes) == 1 and boxes[0].start == 0 and boxes[0].end == len(text):
             text = boxes[0].content
     text = _THOUSANDS.sub("", _BARE_DOLLAR.sub(rf"\1{_DOLLAR}", text))
-    text = text.replace(r"\left", "").replace(r"\right", "").replace(r"\%", "%").replace("−", "-")
+    text = text.replace(r"\left", "").replace(r"\right", "").replace(r"\%", "%")
     return " ".join(text.replace("$", "").replace(_DOLLAR, r"\$").split())
 
 
@@ -164,7 +181,7 @@ def _stated_somewhere(text: str) -> str | None:
 
 
 def _stated_or_last_number(text: str) -> str | None:
-    numbers = _ANY_NUMBER.findall(text.replace("−", "-"))
+    numbers = _ANY_NUMBER.findall(_THOUSANDS_IN_PROSE.sub("", text).translate(_TYPESET))
     return _stated_somewhere(text) or (canonical_number(numbers[-1]) if numbers else None)
 
 

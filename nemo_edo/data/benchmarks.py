@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_well_formed
+from nemo_edo.data.answers import answer_format, clean_answer, final_answer, is_well_formed, stated_number
 from nemo_edo.data.rows import NAME_COLUMNS, Row, RowError, plain_values, text_of
 from nemo_edo.types import Problem
 
@@ -80,9 +80,9 @@ def _stated_gold(values: Mapping[str, Any]) -> Gold:
 
 
 def _aime_gold(values: Mapping[str, Any]) -> Gold:
-    """Answers are whole numbers from 0 to 999; some copies have them only in the solution's box."""
+    """Answers are whole numbers from 0 to 999, in some copies with a unit, or in the solution's box alone."""
     question, solution, answer, kind = _stated_or_boxed_gold(values)
-    digits = re.fullmatch(r"0*(\d{1,3})", answer)
+    digits = re.fullmatch(r"0*(\d{1,3})", stated_number(answer) or answer)
     if digits is None:
         raise RowError(f'the answer is "{answer}", expected a whole number from 0 to 999')
     return question, solution, digits[1], kind

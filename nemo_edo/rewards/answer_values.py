@@ -17,7 +17,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy.logic.boolalg import Boolean
 
 from nemo_edo.data.answers import simple_fraction
-from nemo_edo.data.units import FUNCTIONS, NO_UNIT, TEXT, Measure, Unit, measure
+from nemo_edo.data.units import FUNCTIONS, TEXT, Measure, Unit, measure
 from nemo_edo.rewards.spelling import number_in_words
 
 _NORMALIZED = NormalizationConfig(
@@ -41,7 +41,10 @@ _CHOICE = re.compile(
     r"(?:\((?P<closed>[A-Ja-j])\)|(?P<letter>[A-J](?=$|[.:)])|[a-j](?=[.)])))"
     r"(?P<rest>.*)"
 )
-_NOT_A_CHOICE = re.compile(rf"\b(?:[A-J]|{'|'.join(NO_UNIT)})\b|[=+*/^<>_]|^\s*[,(]")
+_NOT_A_CHOICE = re.compile(
+    r"\b(?:[A-J]|is|are|was|were|be|not?|nor|never|none|nothing|nope|wrong|incorrect|false|invalid|and|or|but|if|"
+    r"unless|maybe|perhaps|except|without|instead|because)\b|[=+*/^<>_]|^\s*[,(]"
+)  # a letter, and words that say something else of it than what the choice is
 _BOUNDS = {"<": sympy.Lt, r"\le": sympy.Le, ">": sympy.Gt, r"\ge": sympy.Ge, r"\ne": sympy.Ne}
 _BOUND = re.compile(r"<=|>=|[<>]|\\(?:le|ge)(?:q|qslant)?(?![a-zA-Z])|\\neq?(?![a-zA-Z])")
 _AND, _OR = r"\\text\{\s*and\s*\}|\band\b|\\land(?![a-zA-Z])", r"\\text\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])"

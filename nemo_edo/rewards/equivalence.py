@@ -124,7 +124,11 @@ def _same(gold: Value, answer: Value) -> bool:
         if gold == answer or not any(isinstance(one, Text) and one.is_choice for one in (gold, answer)):
             return gold == answer
         letters = {(one.words if isinstance(one, Text) else getattr(one, "text", "")).upper() for one in (gold, answer)}
-        return len(letters) == 1 and not all(getattr(one, "rest", "") for one in (gold, answer))
+        if len(letters) == 1:
+            return not all(getattr(one, "rest", "") for one in (gold, answer))
+        stated = [read(one.rest) if isinstance(one, Text) else one for one in (gold, answer)]  # (C) 12 states 12
+        numbers = [isinstance(one, Number) for one in (gold, answer, *stated)]
+        return numbers[0] != numbers[1] and all(numbers[2:]) and _same_measure(*stated)
     if isinstance(gold, Number) and isinstance(answer, Number):
         return _same_measure(gold, answer)
     brackets = {getattr(one, "brackets", None) for one in (gold, answer)}

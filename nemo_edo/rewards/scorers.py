@@ -49,8 +49,10 @@ def build_scorer(
             f"{without.source}: has no answer, which the verifier compares with; name its column with "
             "data.columns.answer, or score by a custom reward (rewards.function)"
         )
-    only_numbers = all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
-    if rewards.verifier == "exact" or (rewards.verifier == "auto" and only_numbers):
+    # A response that marks its answer in another way (a box) may state 2^{10} or 4\text{ cm}, whatever the answers are.
+    plain = data.answer_format in ("hashes", "so_the_answer_is")
+    plain = plain and all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
+    if rewards.verifier == "exact" or (rewards.verifier == "auto" and plain):
         return ExactAnswerScorer(answers), None
     limits = Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers, rewards.time_budget_s)
     verifier = MathVerifier(limits)  # starts no process before it verifies

@@ -12,7 +12,7 @@ from nemo_edo.data.units import NAMES
 
 _SYMBOLS = {
     "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
-    "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "–": "-", "—": "-",
+    "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "—": "-",
     "∕": "/", "⁄": "/", "º": "°", "。": "", "、": ",", "“": "", "”": "", "\u200b": "", "\u2060": "", "\ufeff": "",
 }  # fmt: skip
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
@@ -66,6 +66,9 @@ _REWRITTEN = tuple((re.compile(pattern), by) for pattern, by in (
     (r"(?<=[\d)])\s*(?=\((?=[^()]*\d)[^(),]*\)(?!,))(?<!_\d)(?<!\^\d)", r"\\cdot "),
     (rf"(?P<number>(?:^|(?<=[-+=\s/]))[\d,.]*\d)(?=[a-z]{{2}})(?P<unit>(?:{'|'.join(NAMES)})s?)(?![a-zA-Z(])",
      r"\g<number> \g<unit>"),
+    # Not sec, which is a unit as well, nor cost and logs.
+    (r"(?<![\\a-zA-Z{])(?P<function>arcsin|arccos|arctan|sin|cos|tan|cot|csc|ln|log|exp)"
+     r"(?=[xyz]\b|\s*[\d(_^\\]|\s+[a-z]\b)", r"\\\g<function> "),
 ))  # fmt: skip
 
 

@@ -58,6 +58,14 @@ def test_other_number_of_rows_than_the_official_one_is_a_warning_or_an_error_tha
         assert len(load(path, name, split=split).problems) == 7
 
 
+def test_an_aime_answer_may_have_a_unit_and_is_a_whole_number(tmp_path):
+    (tmp_path / "aime.jsonl").write_text("\n".join(
+        json.dumps({"problem": answer, "answer": answer}) for answer in (r"$336^\circ$", "070", "1/3", "1000")))
+    with pytest.warns(UserWarning, match="has 4 rows"):
+        loaded = load(tmp_path / "aime.jsonl", "aime25", on_bad_rows="skip")
+    assert [one.answer for one in loaded.problems] == ["336", "70"]
+
+
 def test_math_s_rows_keep_their_other_columns_and_may_have_the_answer_alone(tmp_path):
     path, kept = tmp_path / "math.jsonl", tmp_path / "kept.jsonl"
     rows = [{"problem": "a", "solution": r"\boxed{5}", "level": "Level 2", "type": "Algebra"},

@@ -144,6 +144,7 @@ def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_settin
     assert isinstance(scorer(r"\frac{1}{2}", "math"), MathScorer)
     assert isinstance(scorer(r"\frac{1}{2}", "math", "rewards.verifier=exact"), ExactAnswerScorer)
     assert isinstance(scorer("2", "number"), ExactAnswerScorer)
+    assert isinstance(scorer("2", "number", "data.answer_format=boxed"), MathScorer)
     assert isinstance(scorer("2", "number", "rewards.verifier=math"), MathScorer)
     with pytest.raises(UserError, match=r"p\.jsonl:1: has no answer"):
         scorer("", "number")
