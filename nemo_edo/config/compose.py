@@ -170,6 +170,9 @@ def _built(node: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:
         except InterpolationResolutionError as error:
             key = f"{prefix}{name}"
             raise ConfigError(f"{key}: {str(error).splitlines()[0]} ({place(key)})") from error
+        if "${" in str(value):  # in the run's stored config it would be an interpolation
+            key = f"{prefix}{name}"
+            raise ConfigError(f'{key} has the text "${{", expected "$ {{" or $NAME without braces ({place(key)})')
         values[name] = value
     try:
         return OmegaConf.get_type(node)(**values)

@@ -17,7 +17,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from nemo_edo.config.checks import without_passwords
 from nemo_edo.errors import UserError
@@ -122,7 +122,11 @@ def compose_values(
             missing = f"the config has no arm {arm}{_choices(arm, sorted(arms))}; +{override.input_line} adds one"
             raise bad_override(override, missing)
         # arms={...} replaces the arms that are there
-        OmegaConf.update(values, key, value, merge=bool(arm) or not changes_arms, force_add=True)
+        try:
+            OmegaConf.update(values, key, value, merge=bool(arm) or not changes_arms, force_add=True)
+        except GrammarParseError as error:
+            why = f'"${{" begins an interpolation, which cannot be read ({str(error).splitlines()[0]})'
+            raise bad_override(override, f'{why}; write "$ {{" in a text') from error
     kept = [override for override in setters if override.type is not OverrideType.DEL]
     return values, Sources(config_name, choices, folders, kept)
 

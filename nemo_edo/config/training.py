@@ -17,8 +17,11 @@ from nemo_edo.config.checks import (
     Share,
     above,
     one_of,
+    within,
 )
 from nemo_edo.config.losses import CONTROLLERS, DPOLossConfig, GRPOLossConfig, ScheduleConfig
+
+Decay = Annotated[float, within(0, 1, "[)")]
 
 
 @dataclass
@@ -32,8 +35,8 @@ class OptimizerConfig(Section):
     collection may give fewer."""
     warmup_steps: NonNegativeInt = 0  # Steps in which the rate rises from 0 at the first to ``lr`` (Megatron's).
     weight_decay: NonNegative = 0.0  # Decoupled from the gradient, as in AdamW.
-    adam_beta1: float = 0.9  # Decay of the running mean of the gradient.
-    adam_beta2: float = 0.999  # Decay of the running mean of its square.
+    adam_beta1: Decay = 0.9  # Decay of the running mean of the gradient.
+    adam_beta2: Decay = 0.999  # Decay of the running mean of its square.
     adam_eps: Positive = 1e-8  # Added to the denominator of the step.
     clip_grad: NonNegative = 1.0  # Global gradient norm; 0 switches clipping off.
 
