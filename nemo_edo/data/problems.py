@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,6 +30,7 @@ _SHOWN = 5
 _PREPARED_FIELDS = ("id", "question", "solution", "answer", "answer_kind")
 _MAY_BE_BLANK = ("solution", "answer")
 _OF_SOURCES = ("source", "metadata", "messages")
+_WRITTEN_CHAT = re.compile(r"\s*\[\s*\{\s*['\"](?:role|content|type|name)['\"]\s*:")  # as JSON or Python writes it
 MADE = "data.source"  # the benchmark of problems that a function has made
 SPLITS = ("warmup", "train", "test")  # what a function makes; without warmup, the warm-up learns from train
 
@@ -50,7 +52,7 @@ def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
             if name == "question" and isinstance(value, list | tuple):
                 chat = chat_of(value, column)
                 value = question_of(chat)
-            elif name == "question" and str(value).lstrip().startswith('[{"role":'):
+            elif name == "question" and _WRITTEN_CHAT.match(str(value)):
                 raise RowError(f'"{column}" is messages written as a text; expected the list itself (json.loads)')
             texts[name] = text_of(value, column, may_be_number=name in ("answer", "id"))
         elif setting is not None or name == "question":

@@ -203,7 +203,10 @@ def _encode_prompts(
         texts = [style.template.replace("{question}", markup.text(problem.question)) for problem in problems]
     else:
         chats = [chat.messages(_messages(problem, style.template)) for problem in problems]
-        markup = Markup(tokenizer, style.kept, require_begun(chat, chats[0], problems[0].source))
+        visible, after_question = require_begun(chat, chats[0], problems[0].source)
+        markup = Markup(tokenizer, style.kept, visible)
+        # Phi-3 begins the model's turn with one of its end tokens.
+        ends = {*ends}.intersection(tokenizer.encode(after_question, add_special_tokens=False))
         asked = [tuple(one["content"] for one in messages if one["role"] in ("system", "user")) for messages in chats]
         texts = chat.render([[{**one, "content": markup.text(one["content"])} for one in each] for each in chats])
     prompts = []
@@ -281,9 +284,9 @@ def _require_fit(
     )
 
 
-def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) -> str:
-    """The text that the template visibly writes around such messages. Raises UserError where it does not begin the
-    reply."""
+def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) -> tuple[str, str]:
+    """The text that the template visibly writes around such messages, and what follows the last one where the reply is
+    not begun. Raises UserError where it does not begin the reply."""
     empty = [{**message, "content": _CONTENT} for message in messages]
     answered = [*empty, {"role": "assistant", "content": _REPLY}]
     prompt, closed, reply, asked_again = chat.render(
@@ -300,7 +303,8 @@ def require_begun(chat: ChatTemplate, messages: Sequence[Message], source: str) 
             f"{source}: {chat.name} does not begin the model's turn: add_generation_prompt changes nothing, and the "
             f"prompt ends with {prompt[-30:]!r}; {REMEDY}"
         )
-    return next((text for text in (asked_again, closed) if isinstance(text, str)), "")
+    closed, asked_again = (text if isinstance(text, str) else "" for text in (closed, asked_again))
+    return asked_again or closed, closed[closed.rfind(_CONTENT) :]
 
 
 def _check_prompt(

@@ -100,6 +100,27 @@ def test_a_system_message_that_a_template_writes_into_the_last_question_alone_is
     assert tokenizer.decode(ids) == "<s>[INST] Be brief.\n\nHi[/INST]"
 
 
+def test_a_turn_may_begin_with_a_token_that_ends_responses(tmp_path):
+    """Phi-3-mini's template, whose generation config names <|assistant|> among the end tokens."""
+    make(tmp_path, (
+        "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + "
+        "'<|end|>\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}"
+        "{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    )).save_pretrained(tmp_path)  # fmt: skip
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True, rstrip=True) for name in ("assistant", "end")])
+    style = prompt_style(DataConfig(prompt="{question}"), tokenizer, DAY)
+    ends = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    turns = tuple({"role": role, "content": "Hi"} for role in ("user", "assistant", "user"))
+    for asked in (problem("Hi"), problem(messages=turns)):
+        [ids] = encode_prompts([asked], tokenizer, style, max_prompt_tokens=None, ends=ends).values()
+        assert ids[-1] == ends[0]
+    without = replace(style.chat, text=style.chat.text.replace("'<|assistant|>\n' }}{% else", "''}}{% else"))
+    with pytest.raises(UserError, match=r"ends with <\|end\|>"):
+        encode_prompts([problem("Hi")], tokenizer, replace(style, chat=without), max_prompt_tokens=None, ends=ends)
+
+
 def test_a_template_that_takes_lists_of_parts_alone_gets_them(tmp_path):
     tokenizer = make(tmp_path, PARTS)
     chat = [{"role": "user", "content": [{"type": "text", "text": "How many apples?"}]}]
