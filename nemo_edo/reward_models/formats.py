@@ -57,10 +57,16 @@ class OwnSettings:
     version: int = 1
 
 
-def split_steps(text: str, separator: str) -> tuple[str, ...]:
-    """The texts between separators, without surrounding line breaks; blank steps are dropped."""
-    steps = (step.strip("\r\n") for step in text.split(separator))
-    return tuple(step for step in steps if step.strip())
+def split_steps(text: str, separator: str, *, keep_blanks: bool = False) -> tuple[str, ...]:
+    """The texts between separators, without surrounding line breaks; blank steps are dropped, or each is a line break
+    that begins the next step (``keep_blanks``)."""
+    steps: list[str] = []
+    blanks = ""
+    for step in text.split(separator):
+        if step.strip():
+            steps.append(blanks + step.strip("\r\n"))
+        blanks = "" if step.strip() or not keep_blanks else blanks + "\n"
+    return tuple(steps)
 
 
 class QwenFormat:
@@ -107,7 +113,9 @@ class SkyworkFormat:
         ids = self._markup.encode(f"{self._tokenizer.bos_token}{self._markup.text(path.question)}\n")
         ends = []
         for step in path.steps:
-            ids += [*self._markup.encode(self._markup.text(step)), self.step_id]
+            said = step.lstrip("\n")
+            ids += [self.step_id] * (len(step) - len(said))  # blank lines, which its code gives a token each
+            ids += [*self._markup.encode(self._markup.text(said)), self.step_id]
             ends.append(len(ids) - 1)
         return [Encoded(tuple(ids), tuple(ends) or (len(ids) - 1,))]
 

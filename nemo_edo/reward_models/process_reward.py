@@ -22,6 +22,7 @@ from nemo_edo.reward_models.formats import (
     Encoded,
     RewardFolder,
     RewardFormat,
+    SkyworkFormat,
     load_format,
     read_reward_folder,
     split_steps,
@@ -109,9 +110,12 @@ def encode_responses(
 ) -> list[list[Encoded]]:
     """Responses as a reward model's input. questions: problem id -> text. separator: of steps; None: the format's."""
     separator = separator or form.separator
+    each_steps = (split_steps(r.text, separator, keep_blanks=isinstance(form, SkyworkFormat)) for r in rollouts)
     # A response without steps has a single empty one, so that it has a score.
-    paths = [StepPath(questions[r.problem_id], split_steps(r.text, separator) or ("",)) for r in rollouts]
-    return [form.encode(path) for path in paths]
+    return [
+        form.encode(StepPath(questions[r.problem_id], steps or ("",)))
+        for r, steps in zip(rollouts, each_steps, strict=True)
+    ]
 
 
 def scores_or_zeros(

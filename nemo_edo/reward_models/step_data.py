@@ -131,7 +131,7 @@ def labelled_paths(
         prefixes = [steps[:length] for length in range(1, len(steps) + 1)]
         if first is not None:
             wrong |= dict.fromkeys(prefixes[first:])
-        elif response.reward == 1:
+        elif response.success:
             right |= dict.fromkeys(prefixes)
         elif first_wrong is None:
             wrong |= dict.fromkeys(prefixes)

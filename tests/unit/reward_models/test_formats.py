@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from helpers.responses import scored
 from helpers.reward_models import SPECIAL, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from nemo_edo.errors import UserError
 from nemo_edo.reward_models import formats
 from nemo_edo.reward_models.formats import DECODER, ENCODER, OwnFormat, OwnSettings, QwenFormat, load_format
+from nemo_edo.reward_models.process_reward import encode_responses
 from nemo_edo.test_time.search_llm import StepPath
 
 PATH = StepPath("What is 2 + 3?", ("First, 2 + 3.", "That is 5.", "So 5."))
@@ -88,6 +90,11 @@ def test_skywork_path_is_what_its_inference_code_prepares_and_breaks_inside_a_st
     ids, flags = prepare_input(PATH.question, "\n".join(PATH.steps), tokenizer, "\n")
     assert encoded.ids == tuple(ids)
     assert encoded.ends == tuple(place for place, flag in enumerate(flags) if flag)
+    ids, flags = prepare_input("Why?", "\n\none\n\n\ntwo", tokenizer, "\n")
+    rollout = scored("p", text="\n\none\n\n\ntwo\n\n").rollout
+    [[spaced]] = encode_responses([rollout], {"p": "Why?"}, formats.SkyworkFormat(tokenizer), separator=None)
+    last = [place for place, flag in enumerate(flags) if flag]
+    assert (spaced.ids, spaced.ends) == (tuple(ids), (last[2], last[5]))  # blank lines are tokens, but no steps
     [broken] = formats.SkyworkFormat(tokenizer).encode(StepPath("Why?", ("one\ntwo", "three")))
     assert len(broken.ends) == 2 and broken.ends[-1] == len(broken.ids) - 1
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -133,6 +134,8 @@ def test_steps_of_wrong_solutions_are_wrong_unless_a_right_one_begins_with_them(
     right, wrong = labelled_paths("q", [response("a\nb\nc", 1.0), response("a\nx"), response("a\nb\nd")], "\n", None)
     assert right == [("a",), ("a", "b"), ("a", "b", "c")]
     assert wrong == [("a", "x"), ("a", "b", "d")]
+    graded = [replace(response(text, reward), success_at=0.5) for text, reward in (("a", 0.7), ("b", 0.3))]
+    assert labelled_paths("q", graded, "\n", None) == ([("a",)], [("b",)])
 
 
 def test_checked_steps_are_wrong_from_the_first_wrong_one_on_and_right_ones_are_of_right_solutions():
