@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo.checks.installed import installed, versions
 from nemo_edo.errors import UserError
 from nemo_edo.run.control import control_folder
+from nemo_edo.utils.memory import total_bytes
 from nemo_edo.utils.processes import end_with
 
 if TYPE_CHECKING:
@@ -330,9 +331,15 @@ def gpus() -> list[Gpu]:
     query = [tool, "--query-gpu=name,memory.total,compute_cap", "--format=csv,noheader,nounits"]
     if chosen is not None and "MIG-" not in chosen:  # instances of a partitioned GPU are not listed
         query.append(f"--id={chosen}")
-    result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired as error:
+        raise UserError("nvidia-smi does not answer within 60 s; repair the GPU's driver") from error
     if result.returncode:
         of = "" if chosen is None else f" (CUDA_VISIBLE_DEVICES={chosen})"
         raise UserError(f"nvidia-smi fails{of}: {(result.stderr or result.stdout).strip()}; repair the GPU's driver")
     rows = [[part.strip() for part in line.split(",")] for line in result.stdout.splitlines() if line.strip()]
-    return [Gpu(name, int(mebibytes) * 2**20, capability) for name, mebibytes, capability in rows]
+    return [  # a GPU that shares the host's memory (DGX Spark's) has [N/A]
+        Gpu(name, int(mebibytes) * 2**20 if mebibytes.isdecimal() else total_bytes(), capability)
+        for name, mebibytes, capability in rows
+    ]

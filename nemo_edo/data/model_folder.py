@@ -44,6 +44,7 @@ def find_model(path: str, *, download: bool = True) -> Path:
     for a hub's model that is not in the cache and cannot be downloaded, or may not (``download``)."""
     if not is_hub_name(path):
         return Path(path)
+    import httpx
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -53,7 +54,7 @@ def find_model(path: str, *, download: bool = True) -> Path:
             snapshot = Path(
                 snapshot_download(path, local_files_only=local, allow_patterns=[*READ, *ABOUT], ignore_patterns=["*/*"])
             )
-        except (OSError, HFValidationError) as error:
+        except (OSError, HFValidationError, httpx.HTTPError) as error:
             why = f"a download fails ({type(error.__cause__ or error).__name__})"
         else:
             missing = _what_is_missing(snapshot, weights=True)  # without a network, the hub's client returns a part

@@ -214,6 +214,8 @@ def load_data(
     read = read_problems(cfg, run, made)
     folder = model_folder(cfg.model, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
+    if cfg.model.path is None:
+        tokenizer.name_or_path = "built-in"  # in messages: its folder is gone, or inside the run's
 
     def encode(text: str) -> TokenIds:
         return tuple(tokenizer.encode(text, add_special_tokens=False))

@@ -1,6 +1,7 @@
 """What ``nemo-edo doctor`` prints and with which status it ends."""
 
 import json
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from helpers.tiny_models import write_tiny_model
 
 from nemo_edo.checks import machine
 from nemo_edo.cli import main
+from nemo_edo.errors import UserError
 
 H100 = machine.Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, "9.0")
 FITS = ["--config-name=grpo_gsm8k", "model=qwen2_5_7b", "parallelism=tp2_sharded", "grpo.micro_batch_tokens=8192",
@@ -47,6 +49,20 @@ def test_gpus_are_those_that_the_driver_lists_and_the_process_may_use(monkeypatc
     assert machine.gpus() == ([] if asked is None else 2 * [H100])
     assert [[option for option in query if option.startswith("--id")] for query in queries] == (
         [] if asked is None else [asked])
+
+
+def test_a_gpu_that_shares_the_hosts_memory_has_all_of_it_and_a_driver_that_hangs_is_a_message(monkeypatch):
+    monkeypatch.setattr(machine.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    spark = SimpleNamespace(returncode=0, stdout="NVIDIA GB10, [N/A], 12.1\n", stderr="")
+    monkeypatch.setattr(machine.subprocess, "run", lambda query, **_: spark)
+    assert machine.gpus() == [machine.Gpu("NVIDIA GB10", machine.total_bytes(), "12.1")]
+
+    def hangs(query, timeout, **_):
+        raise subprocess.TimeoutExpired(query, timeout)
+
+    monkeypatch.setattr(machine.subprocess, "run", hangs)
+    with pytest.raises(UserError, match="nvidia-smi does not answer within 60 s"):
+        machine.gpus()
 
 
 def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, monkeypatch):

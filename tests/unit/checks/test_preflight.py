@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers.problem_files import ROWS, write_rows
 from helpers.tiny_models import write_tiny_model
@@ -85,6 +86,16 @@ def test_a_models_name_on_the_hub_is_its_snapshot_in_the_cache_if_that_is_comple
     with pytest.raises(UserError, match="hub.* has no complete model of that name, and HF_HUB_OFFLINE forbids"):
         find_model("owner/name")
     assert find_model(str(cache / "none")) == cache / "none", "no name on the hub: whoever reads the folder says so"
+
+
+def test_a_network_that_breaks_down_is_a_message(cache: Path, monkeypatch):
+    def fails(*_, local_files_only, **__):
+        raise OSError if local_files_only else httpx.RemoteProtocolError("peer closed the connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fails)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with pytest.raises(UserError, match=r"a download fails \(RemoteProtocolError\)"):
+        find_model("OWNER/NAME")
 
 
 QWEN_7B = ModelShape(num_layers=28, hidden_size=3584, ffn_hidden_size=18944, num_attention_heads=28, num_query_groups=4,

@@ -175,6 +175,7 @@ def test_test_problems_that_are_trained_on_are_counted_and_refused_unless_allowe
 def test_a_built_in_task_that_cannot_be_made_leaves_no_run_folder(tmp_path: Path):
     assert "model.architecture.num_layer is not a field" in error_of(tmp_path, "model.architecture.num_layer=3")
     assert "asks for 100000 test problems" in error_of(tmp_path, "data.arithmetic.test_problems=100000")
+    assert "the tokenizer 'built-in' does not know" in error_of(tmp_path, "data.prompt='{question} Why?'")
 
 
 def test_a_disk_without_room_for_all_arms_and_iterations_is_reported_before_the_run_folder_exists(
