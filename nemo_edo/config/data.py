@@ -173,8 +173,12 @@ class JudgeConfig(Section):
     """What the server's answers call the model; null: as ``model``, or that with a hyphen and a version (date)."""
     api_key_variable: Optional[str] = None
     """The environment variable with the key, which is written nowhere; null: the server asks for none."""
-    temperature: NonNegative = 0.0  # Temperature of the judge's replies.
+    temperature: Optional[NonNegative] = 0.0
+    """Temperature of the judge's replies; null: the server's, as OpenAI's reasoning models take no other."""
     max_tokens: PositiveInt = 1024  # Most tokens of a reply; a reply that was cut has no verdict.
+    token_limit: Annotated[str, one_of("max_tokens", "max_completion_tokens")] = "max_tokens"
+    """What requests call that limit: max_completion_tokens for OpenAI's reasoning models, which count their thoughts
+    in it."""
     prompt: str = PROMPT
     """What the judge is asked. {question}, {reference} (the problem's answer), {answer} (the response's final answer)
     and {response} (all of its text) are replaced."""

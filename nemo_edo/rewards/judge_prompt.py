@@ -47,8 +47,8 @@ def request_body(settings: JudgeConfig, problem: Problem, answer: str, text: str
     return {
         "model": settings.model,
         "messages": [{"role": "user", "content": content}],
-        "temperature": settings.temperature,
-        "max_tokens": settings.max_tokens,
+        **({} if settings.temperature is None else {"temperature": settings.temperature}),
+        settings.token_limit: settings.max_tokens,
         **_FORMS[settings.structured_output],
     }
 

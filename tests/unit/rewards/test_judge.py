@@ -109,6 +109,8 @@ def test_no_answer_can_leave_its_tag_in_the_prompt_or_fill_a_placeholder(closing
 def test_requests_follow_the_chat_api_and_its_structured_outputs(ask, judge_of):
     [first] = ask(correct, states("it"), max_tokens=77).bodies
     assert (first["model"], first["max_tokens"], [m["role"] for m in first["messages"]]) == ("judge-1", 77, ["user"])
+    [thinking] = ask(correct, states("it"), temperature=None, token_limit="max_completion_tokens").bodies
+    assert thinking.keys() - {"messages"} == {"model", "max_completion_tokens"}
     [choice] = ask(correct, states("it"), structured_output="choice").bodies
     assert choice["structured_outputs"] == {"choice": CHOICES} == {"choice": ["verdict: correct", "verdict: incorrect"]}
     found = ask(lambda *_: (200, '{"verdict": "correct"}'), states("it"), structured_output="json_schema")
