@@ -127,6 +127,8 @@ class _Readout:
         logprobs, entropies = (inputs.to_rows(value) for value in values)
         if self.loss is None:
             return outputs.new_zeros(()), no_tokens, (logprobs, entropies)
+        if torch.is_grad_enabled() and not logprobs.requires_grad:  # Megatron would skip the backward pass in silence
+            raise RuntimeError("the log-probabilities depend on no trained weight: a step would change nothing")
         tokens = {TOKENS: (logprobs.detach(), entropies.detach())} if self.keep_tokens else {}
         if inputs.is_padding:  # it keeps the ranks in step, and no loss sees it
             return logprobs.sum() * 0.0, no_tokens, tokens

@@ -19,6 +19,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from nemo_edo.config import LoRAConfig
 from nemo_edo.errors import UserError
@@ -44,6 +45,9 @@ def add_adapters(chunks: list[MegatronModule], config: LoRAConfig, seed: int) ->
         )
     for _, layer in _adapted_layers(chunks):
         layer.register_load_state_dict_pre_hook(_name_wrapped_weights)
+    for chunk in unwrap_model(chunks):
+        if chunk.config.recompute_granularity is not None:
+            chunk.decoder.register_forward_pre_hook(_require_gradient, with_kwargs=True)
     initialize_adapters(chunks, seed)
     return chunks
 
@@ -105,6 +109,16 @@ def _adapted_layers(chunks: list[MegatronModule]) -> Iterator[tuple[str, Adapter
             for name, module in block.named_modules():
                 if isinstance(module, AdapterWrapper):
                     yield f"{block.layer_number}.{name}", module
+
+
+def _require_gradient(decoder: MegatronModule, inputs: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Frozen embeddings need no gradient, and Megatron recomputes a block in the backward pass only where its input
+    needs one: adapters within it would train nothing. Megatron-Bridge's remedy misses selective recomputation, and a
+    model at the address of an earlier one (``peft/recompute.py``)."""
+    hidden: Tensor | None = named["hidden_states"]  # None on later pipeline stages, whose input needs one anyway
+    if torch.is_grad_enabled() and hidden is not None and not hidden.requires_grad:
+        named = {**named, "hidden_states": hidden.detach().requires_grad_()}
+    return inputs, named
 
 
 def _name_wrapped_weights(layer: AdapterWrapper, state: dict[str, Any], prefix: str, *_) -> None:

@@ -22,6 +22,7 @@ from nemo_edo.losses import (
     sft_loss,
 )
 from nemo_edo.megatron import forward_backward, packing
+from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.types import TrainingBatch
 
 TEMPERATURE = 0.7
@@ -223,6 +224,14 @@ def test_a_count_that_the_terms_do_not_add_up_to_raises(run, batch, wrong):
     expected = {"sft": wrong * counts("sft", batch)["sft"]}
     with pytest.raises(RuntimeError, match=r"the micro-batches' terms 'sft' count .*, the global batch"):
         run(batch, "sft", (2,), loss_counts=expected)
+
+
+def test_logprobs_that_no_trained_weight_changes_raise(run, batch, monkeypatch):
+    """As of adapters within recomputed layers whose input needs no gradient: Megatron skips the backward pass."""
+    plain = LossHead.__call__
+    monkeypatch.setattr(LossHead, "__call__", lambda *given: tuple(value.detach() for value in plain(*given)))
+    with pytest.raises(RuntimeError, match="depend on no trained weight"):
+        run(batch, "sft", (2,))
 
 
 @pytest.mark.parametrize("cut", [(2, None), (6, None), (6, 30), (1, 30, True), (1, 600, True), (1, 600, True, True)])
