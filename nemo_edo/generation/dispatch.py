@@ -41,7 +41,7 @@ class Dispatcher:
 
     replicas: Sequence[Replica]
     settings: ServersConfig
-    after_restart: Callable[[Replica], None] | None = None  # prepares it for requests; blocks; may raise ServerError
+    restart: Callable[[Replica], None] = Replica.restart  # until it may get requests; blocks; may raise ServerError
     _measured: int = 0  # requests so far, of which there are the tokens and the seconds
     _tokens: int = 0
     _seconds: float = 0.0
@@ -183,9 +183,7 @@ class Dispatcher:
             server.restarts += 1
             log.warning("%s: %s; restart %d", server.replica, server.last_error, server.restarts)
             try:
-                await asyncio.to_thread(server.replica.restart)
-                if self.after_restart is not None:
-                    await asyncio.to_thread(self.after_restart, server.replica)
+                await asyncio.to_thread(self.restart, server.replica)
                 return True
             except ServerError as error:
                 server.last_error = str(error)

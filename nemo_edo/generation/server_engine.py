@@ -66,12 +66,25 @@ class ServerEngine:
         bodies = [self._body(request, sampling) for request in requests]
         rollouts: dict[int, Rollout] = {}
         waiting: list[Rollout] = []
+        absent: set[Replica] = set()  # those being restarted, which get no requests until they have the weights
         failure: ServerError | None = None
+
+        def restart(replica: Replica) -> None:
+            """One call: when all responses are there, the dispatcher waits for it, and begins no other."""
+            absent.add(replica)
+            try:
+                replica.restart()
+                if self.weights is not None:
+                    self.weights.restore(replica)
+            except ServerError:
+                replica.stop()  # it might answer the next generation, with other weights
+                raise
+            absent.discard(replica)
 
         def hand_over() -> None:
             count = len(waiting)  # those that arrive meanwhile may be of weights that come later
             for replica in self.replicas:
-                if self.weights is not None and replica.is_healthy():
+                if self.weights is not None and replica not in absent and replica.is_healthy():
                     self.weights.require(replica)
             if arrivals is not None and count:
                 arrivals.add(waiting[:count])
@@ -84,8 +97,7 @@ class ServerEngine:
                 waiting.append(rollouts[place])
                 counter.add()
 
-            restore = None if self.weights is None else self.weights.restore
-            dispatcher = Dispatcher(self.replicas, self.settings, restore)
+            dispatcher = Dispatcher(self.replicas, self.settings, restart)
             check = None if arrivals is None else arrivals.stop_if_asked
             try:
                 dispatcher.post_all(self.path, bodies, read, check, hand_over)

@@ -17,6 +17,7 @@ from nemo_edo.generation import dispatch
 from nemo_edo.generation.replica import Replica
 from nemo_edo.generation.server_api import ServerAPI
 from nemo_edo.generation.server_engine import ServerEngine
+from nemo_edo.refit.servers import name_weights, require_weights
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.utils.http import ServerError
 
@@ -165,6 +166,38 @@ def test_a_killed_server_is_restarted_until_all_requests_are_answered(start):
     servers.weights = SimpleNamespace(restore=restored.append, require=lambda replica: None)
     assert_answers_all(servers, 30)
     assert len(restored) == replicas[0].starts - starts >= 5  # lives of five answers
+
+
+@pytest.mark.parametrize("slow_s", [0.3, 2.0])
+def test_a_server_that_is_restarted_has_the_weights_before_they_are_checked(start, monkeypatch, slow_s: float):
+    """Whether the other one's last response comes during the restart, or after a check during the refit."""
+    monkeypatch.setattr(dispatch, "HAND_OVER_EVERY_S", 0.05)
+    replicas = start({"die_after": 1}, {"slow_s": slow_s})
+
+    def restore(replica) -> None:
+        time.sleep(0.5)
+        name_weights(replica, "run/1")
+
+    for replica in replicas:
+        name_weights(replica, "run/1")
+    servers = engine(replicas)
+    servers.weights = SimpleNamespace(restore=restore, require=lambda replica: require_weights(replica, "run/1"))
+    assert_answers_all(servers, 8)
+    assert replicas[0].starts >= 2
+
+
+def test_a_server_that_cannot_have_the_weights_again_is_stopped_and_the_others_answer(start):
+    replicas = start({"die_after": 1}, {"slow_s": 0.5})
+    servers = engine(replicas, restarts=1)
+    name_weights(replicas[1], "run/1")
+
+    def require(replica) -> None:
+        if replica.starts > 1 or replica is replicas[1]:
+            require_weights(replica, "run/1")
+
+    servers.weights = SimpleNamespace(restore=require, require=require)
+    assert_answers_all(servers, 8)
+    assert replicas[0].has_ended and replicas[0].starts == 2
 
 
 def test_a_server_that_dies_before_any_answer_is_retired_with_its_reason(start, caplog):
