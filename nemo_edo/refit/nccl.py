@@ -52,6 +52,8 @@ class NCCLSync:
         """vLLM's NCCLWeightTransferUpdateInfo: the weights in the order in which they are sent."""
         self._group: Communicator | None = None
         self._members: list[tuple[str, int]] = []  # URL and number of starts of each server in the group
+        if isinstance(self.engine.weights, NCCLSync):
+            self.engine.weights.leave()
         self.engine.weights = self
 
     def push(self, version: int) -> None:
@@ -89,15 +91,21 @@ class NCCLSync:
         """``WeightSync``. The servers have separate GPUs and keep their weights: NCCL refuses two ranks on one GPU."""
 
     def restore(self, replica: Replica) -> None:
-        """``ServedWeights``: the server has initial weights, and only all ranks together can send others."""
-        raise ServerError(f"{replica} was restarted, and lacks weights until the next refit (refit.transport nccl)")
+        """``ServedWeights``: a server that has lost the weights waits for a refit: only all ranks can send them."""
+        self.require(replica)
 
     def require(self, replica: Replica) -> None:
         """``ServedWeights``."""
         require_weights(replica, f"{self.name}/{self.engine.policy_version}")
 
+    def leave(self) -> None:
+        """Leaves the group: another policy takes its place, or a new group does."""
+        if self._group is not None:
+            self._group.abort()
+        self._group = None
+
     def _try_to_push(self, label: str, pool: ThreadPoolExecutor) -> int:
-        """Returns how many buckets. After a ServerError no server of the run has an update open or waits in NCCL."""
+        """Returns how many buckets. After an error no server of the run has an update open or waits in NCCL."""
         replicas, limit_s = self.engine.replicas, self.limit_s
         answers: list[Future] = []  # pending, to the last call; the trainer continues meanwhile
 
@@ -117,9 +125,9 @@ class NCCLSync:
                     replica.restart()
             members = [(replica.url, replica.starts) for replica in replicas]
             if self._group is None or self._members != members:
-                if self._members:
-                    for replica in replicas:
-                        replica.request("POST", "/shutdown_weight_transfer_engine", timeout_s=limit_s)
+                self.leave()
+                for replica in replicas:  # which may be in an earlier policy's group
+                    replica.request("POST", "/shutdown_weight_transfer_engine", timeout_s=limit_s)
                 self._members = members
                 self._group = group = self.new_group()
                 sizes = [replica.request("GET", "/get_world_size")["world_size"] for replica in replicas]
@@ -147,7 +155,7 @@ class NCCLSync:
                 reset_prefix_cache(replica)
                 require_weights(replica, label)
             return buckets
-        except ServerError:
+        except BaseException:  # the servers would wait in NCCL for what the trainer does not send
             self._give_up(replicas, answers)
             raise
 
@@ -188,9 +196,7 @@ class NCCLSync:
 
     def _give_up(self, replicas: Sequence[Replica], answers: Sequence[Future]) -> None:
         """Leaves the group. The run's servers that still wait in NCCL are stopped; the next attempt restarts them."""
-        if self._group is not None:
-            self._group.abort()
-        self._group = None
+        self.leave()
         stuck = wait(answers, STUCK_AFTER_S).not_done
         for place, replica in enumerate(replicas):
             if not answers or answers[place] not in stuck:

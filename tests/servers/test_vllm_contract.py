@@ -128,7 +128,7 @@ def test_vllms_own_consumer_finds_the_bits_of_every_weight_in_our_buckets(vllm_e
         "fp8": torch.randn(3).to(torch.float8_e4m3fn),
     }  # fmt: skip
     trainer = SimpleNamespace(call=lambda work, own: [own(name, weight) for name, weight in weights.items()])
-    sync = NCCLSync(SimpleNamespace(), trainer, None, name="run", attempts=1, limit_s=1.0, bucket_bytes=most)
+    sync = NCCLSync(engine_of(), trainer, None, name="run", attempts=1, limit_s=1.0, bucket_bytes=most)
     sync._sizes = [weight.nbytes for weight in weights.values()]
     buckets = []
     sync._group = SimpleNamespace(broadcast=lambda bucket, check: buckets.append(bucket.clone()))

@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -48,7 +50,7 @@ def sync_of(policy, library, monkeypatch):
     return build
 
 
-FIRST = ["/get_world_size", "/init_weight_transfer_engine"]
+FIRST = ["/shutdown_weight_transfer_engine", "/get_world_size", "/init_weight_transfer_engine"]
 EACH = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache", "/weight_info"]
 
 
@@ -83,7 +85,43 @@ def test_a_version_is_sent_once_and_a_restarted_server_gets_a_new_group(sync_of)
     server.starts += 1
     sync.push(2)
     assert len(groups) == 2 and server.version == "run/2"
-    assert server.paths() == [*FIRST, *EACH, "/shutdown_weight_transfer_engine", *FIRST, *EACH]
+    assert server.paths() == [*FIRST, *EACH, *FIRST, *EACH]
+
+
+def test_another_policys_group_is_left(sync_of):
+    server = ScriptedReplica()
+    engine, sync, groups = sync_of(server)
+    sync.push(1)
+    engine.weights = replace(sync)
+    engine.weights.push(1)
+    assert [group._communicator is None for group in groups] == [True, False]
+    assert server.paths() == [*FIRST, *EACH, *FIRST, *EACH]
+
+
+def test_a_server_that_kept_its_weights_while_it_could_not_be_reached_answers_again(sync_of):
+    server = ScriptedReplica()
+    engine, sync, _ = sync_of(server)
+    sync.push(1)
+    engine.weights.restore(server)
+    server.restart()
+    with pytest.raises(ServerError, match="server 0 has the weights 'default' where 'run/1' are expected"):
+        engine.weights.restore(server)
+
+
+def test_a_failure_of_the_trainers_own_leaves_no_server_waiting(sync_of):
+    server = ScriptedReplica()
+    _, sync, groups = sync_of(server)
+    workers = sync.workers
+
+    def call(work, own):
+        if groups:
+            raise RuntimeError("out of memory")
+        return workers.call(work, own=own)
+
+    sync.workers = SimpleNamespace(call=call)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        sync.push(1)
+    assert not server.is_running and groups[0]._communicator is None
 
 
 @pytest.mark.parametrize("path", ["/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update"])
