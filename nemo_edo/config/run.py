@@ -232,6 +232,12 @@ class RunConfig(Section):
         yield from self.only_if(backend != IN_PROCESS, f"with generation.backend {IN_PROCESS}", *splits)
         plain = f"none with generation.backend {PLAIN}: it returns no log-probabilities, which training needs"
         yield backend != PLAIN or self.algorithm == NONE, "algorithm", plain
+        in_fp8, gathered = self.precision.fp8_param_gather, "with precision.fp8_param_gather"
+        mxfp8 = in_fp8 and self.precision.fp8_recipe == "mxfp8"
+        # Only Megatron's own training loop would then copy the optimizer's weights to where they are gathered.
+        lost = f"{gathered} and fp8_recipe mxfp8: a step's weights would not reach the model"
+        yield from self.only_if(not mxfp8, lost, "parallelism.overlap_param_gather")
+        yield from self.only_if(not in_fp8, f"{gathered}: FP8 weights lose what adapters add to them", "lora.rank")
         recorded = self.generation.routing_replay and backend == IN_PROCESS
         whole = f"with generation.routing_replay and backend {IN_PROCESS}: a stage knows only its layers' experts"
         yield from self.only_if(not recorded, whole, "parallelism.pipeline_model_parallel_size")

@@ -201,6 +201,17 @@ def test_a_text_setting_takes_any_value_as_it_is_and_a_path_s_tilde_is_the_home(
     assert compose_run("quickstart", ["output_dir=~/it's"]).output_dir == "/home/me/it's"
 
 
+@pytest.mark.parametrize("overrides", [
+    ["lora.rank=8"],
+    ["precision.fp8_recipe=mxfp8", "parallelism.overlap_grad_reduce=true", "parallelism.overlap_param_gather=true"],
+])
+def test_fp8_weights_that_an_update_would_not_reach_are_refused(overrides: list[str]):
+    fp8 = ["precision=fp8", "precision.fp8_param_gather=true", "parallelism.use_distributed_optimizer=true"]
+    compose_run("quickstart", fp8)
+    with pytest.raises(ConfigError, match=f"{overrides[-1].partition('=')[0]} is .* with precision.fp8_param_gather"):
+        compose_run("quickstart", [*fp8, *overrides])
+
+
 # --- runs that train nothing: evaluations and searches of a model from a test file alone ------------------------------
 
 
