@@ -16,12 +16,13 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.config.generation import AUTO
+from nemo_edo.errors import UserError
 from nemo_edo.generation.batch_size import of_similar_length, refilled_places, row_bytes, rows_that_fit, split_evenly
 from nemo_edo.generation.sampling import choose_tokens, request_uniforms, through_stages, token_by_token
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.megatron.bridge import BuiltModel
 from nemo_edo.megatron.decoding_cache import CacheContext, PromptCacheContext, joined
-from nemo_edo.megatron.layer_spec import reads_by_head, shares_prompts
+from nemo_edo.megatron.layer_spec import keeps_state, reads_by_head, shares_prompts
 from nemo_edo.megatron.platform import fetched, moved
 from nemo_edo.megatron.routing import recorded, recording
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
@@ -48,9 +49,14 @@ class MegatronEngine:
         config = get_model_config(self.built.chunks[0])
         if config.context_parallel_size > 1 or config.expert_model_parallel_size > 1:
             raise ValueError("in-process generation can use neither context nor expert parallelism")
+        modules = [module for chunk in self.built.chunks for module in chunk.modules()]
+        if any(map(keeps_state, modules)):
+            raise UserError(
+                "in-process generation caches keys and values of attention alone, and this model has Mamba layers or "
+                "linear attention: set generation=vllm"
+            )
         self.policy_version = 0
         self._stops = torch.tensor(sorted(self.stop_ids))
-        modules = [module for chunk in self.built.chunks for module in chunk.modules()]
         self._layers = layers = [module for module in modules if isinstance(module, Attention)]
         self._shares_prompts, self._by_head = all(map(shares_prompts, layers)), all(map(reads_by_head, layers))
 

@@ -185,6 +185,14 @@ def shares_prompts(attention: Attention) -> bool:
     return whole and rotates(attention.config)
 
 
+def keeps_state(module: torch.nn.Module) -> bool:
+    """Whether a layer carries a state from token to token, where attention has keys and values."""
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+    from megatron.core.ssm.mamba_mixer import MambaMixer
+
+    return isinstance(module, GatedDeltaNet | MambaMixer)
+
+
 def products_of_few_rows(chunks: list[MegatronModule]) -> AbstractContextManager[None]:
     """Inside the block matrix products are made for decoding: weights do not change, and nothing is differentiated."""
     on_cpu = next(chunks[0].parameters()).device.type == "cpu"
@@ -221,8 +229,12 @@ def kernels(chunks: list[MegatronModule]) -> dict[str, str]:
         return f"{thing.__module__}.{thing.__qualname__}"
 
     model = unwrap_model(chunks[0])
-    config, attention = model.config, model.decoder.layers[0].self_attention
-    norm = model.decoder.layers[0].input_layernorm
+    # Layers with Mamba or a gated delta net have no attention, and a pipeline stage may have such layers only.
+    attending = (one for one in model.decoder.layers if isinstance(getattr(one, "self_attention", None), Attention))
+    if (layer := next(attending, None)) is None:
+        return {"attention": "none in this stage's layers", "optimizer": name(optimizer.Adam), **fused_kernels()}
+    config, attention = model.config, layer.self_attention
+    norm = getattr(layer, "input_layernorm", IdentityOp())  # Falcon-H1's layers call theirs otherwise
     if isinstance(norm, IdentityOp):  # Transformer Engine's is part of the matrix product that follows
         norm = attention.linear_qkv
     softmax = "in the attention"
