@@ -115,8 +115,9 @@ class SDPAttention(MegatronModule):
         """[b, n, s, d] from [b, n, s, d] and twice [b, g, k, d]."""
         grouped, dtype = key.shape[1] != query.shape[1], query.dtype
         query = query.to(key.dtype)  # a cache may be more precise
-        if query.requires_grad and dtype.itemsize < 4 and not query.is_cuda:
-            # The backward pass of torch's kernel for CPUs takes four times as long in bf16 as in fp32.
+        if query.dtype.itemsize < 4 and not query.is_cuda:
+            # The backward pass of torch's kernel for CPUs takes four times as long in bf16 as in fp32, and the forward
+            # pass as long. Without gradients too: log-probabilities of a pass are those of the training pass.
             query, key, value = query.float(), key.float(), value.float()
         context = F.scaled_dot_product_attention(
             query, key, value, is_causal=causal, scale=self.softmax_scale, enable_gqa=grouped

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
@@ -63,6 +64,12 @@ def test_values_and_gradients_are_those_of_megatrons_attention(settings, scale, 
                        for kind in (SDPAttention, DotProductAttention))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_values_in_bf16_are_the_same_with_and_without_gradients():
+    """Otherwise the first step's ratio to the log-probabilities of a pass without them would not be 1."""
+    attention, inputs = core(SDPAttention, config()), [part.bfloat16() for part in tensors(33, 33)]
+    assert torch.equal(attention(*inputs, None), attention(*(part.detach() for part in inputs), None))
 
 
 def packed(*lengths: int) -> PackedSequences:
@@ -169,6 +176,18 @@ def test_packing_is_refused_with_layers_of_bridge_that_do_not_see_the_pack():
         torch.nn.Module.__init__(layer)
         with pytest.raises(UserError, match="packing needs layers that keep packed sequences apart"):
             check_packing([layer])
+
+
+def test_layers_without_attention_are_told_and_not_decoded_in_process(policy, tiny, monkeypatch):
+    """As the first ones of Nemotron-H, Falcon-H1 and Qwen3-Next, which need a GPU."""
+    whole, layers = kernels(policy.chunks), unwrap_model(policy.chunks[0]).decoder.layers
+    for layer, told in zip(layers, (whole["attention"], "none in this stage's layers"), strict=True):
+        state = GatedDeltaNet.__new__(GatedDeltaNet)
+        torch.nn.Module.__init__(state)
+        monkeypatch.setitem(layer._modules, "self_attention", state)
+        assert kernels(policy.chunks)["attention"] == told
+    with pytest.raises(UserError, match="linear attention: set generation=vllm"):
+        tiny.build_engine(policy)
 
 
 @pytest.mark.parametrize("shared", [True, False])
