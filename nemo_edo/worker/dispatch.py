@@ -40,6 +40,7 @@ KEY = "nemo_edo/controller"
 """The key in torch's store that says where the controller listens, and the secret that a worker shows there."""
 MEETING_S = 600.0  # how long rank 0 waits for the others, which have begun with it and have nothing to do before
 CONTROLLER_S = 1800.0  # how long the others wait for rank 0, which checks the command's input first
+HELLO_S = 5.0  # for what a worker says when it has connected
 GRACE_S = 30.0  # for rank 0 to come out of a collective after another rank has failed: NCCL waits for ten minutes
 ANOTHER_IS_GONE = ("gloo/transport", "ncclRemoteError", "remote server shutdown")
 """What gloo, NCCL and torch's store say in a process whose neighbour has ended, or does not answer."""
@@ -302,10 +303,13 @@ def _meet(others: int, is_asked_to_stop: Callable[[], bool]) -> list[_Rank]:
         server.settimeout(0.5)
         _store(is_asked_to_stop).set(KEY, json.dumps([server.getsockname()[1], secret]))
         for _ in waiting(missing, MEETING_S, is_asked_to_stop):
-            with contextlib.suppress(TimeoutError):
+            # Others may connect, such as a scanner of ports: nothing is unpickled before the secret is here.
+            with contextlib.suppress(OSError, EOFError, ValueError, TypeError):
                 connection = _connection(server.accept()[0])
+                if not connection.poll(HELLO_S):
+                    continue
                 shown, rank, node = json.loads(connection.recv_bytes(1024))
-                if hmac.compare_digest(shown, secret):  # nothing is unpickled before
+                if hmac.compare_digest(shown, secret):
                     met.append(_Rank(rank, node, connection))
             if len(met) == others:
                 break

@@ -1,12 +1,17 @@
 """Calls to other ranks: each gets its rows, and whatever befalls a rank is one message that names it."""
 
+import json
 import os
 import pickle
+import queue
+import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Pipe
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,6 +185,24 @@ def test_who_has_not_answered_is_known_while_a_call_waits(start):
     done.set()
     calling.join()
     assert workers.waited_for() == ""
+
+
+def test_ranks_meet_whoever_else_connects(monkeypatch):
+    told = queue.Queue()
+    monkeypatch.setattr(dispatch, "_store", lambda *_: SimpleNamespace(set=lambda key, value: told.put(value)))
+    monkeypatch.setattr(dispatch, "HELLO_S", 0.2)
+    with ThreadPoolExecutor() as pool:
+        met = pool.submit(dispatch._meet, 1, bool)
+        port, secret = json.loads(told.get(timeout=60))
+        silent = socket.create_connection(("127.0.0.1", port))
+        socket.create_connection(("127.0.0.1", port)).close()
+        for hello in (b"{", b"1", b'["another", 1, "node"]', b'[0, 1, "node"]', b'["another"]'):
+            dispatch._connection(socket.create_connection(("127.0.0.1", port))).send_bytes(hello)
+        socket.create_connection(("127.0.0.1", port)).sendall(b"GET / HTTP/1.1\r\n\r\n")
+        worker = dispatch._connection(socket.create_connection(("127.0.0.1", port)))
+        worker.send_bytes(json.dumps([secret, 1, "node1"]).encode())
+        assert [str(other) for other in met.result(timeout=60)] == ["rank 1 on node1"]
+    silent.close()
 
 
 STUCK = """
