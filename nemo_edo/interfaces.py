@@ -50,7 +50,11 @@ class PartWatch(Watch, Protocol):
 
 
 class Scorer(Protocol):
-    """Scores responses."""
+    """Scores responses.
+
+    A scorer that compares a problem's responses also has ``by_group``, which is true: ``score`` then gets all of a
+    problem's that an iteration generates together.
+    """
 
     def begin(self, scored: Sequence[ScoredRollout]) -> None:
         """Called before a collection or an evaluation, whose responses ``score`` gets in parts. scored: those that an

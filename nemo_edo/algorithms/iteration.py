@@ -68,6 +68,7 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -
                 place, statistics = {"iteration": t}, collected.statistics
                 speed = samples.speed or ahead.speed
                 run.log("collection", **place, policy_version=samples.version, **loggable(statistics), time=speed)
+                del samples  # much memory: names keep their values until the next iteration has new ones
                 for hazard in collection_hazards(statistics, plan.config, state.schedule.weight, first=t == 0):
                     warnings.warn(f"iteration {t}: {hazard}", stacklevel=2)
                 with clock.phase("checkpoint"):
@@ -75,6 +76,7 @@ def run_iterations(run: Services, plan: Plan, evaluate: Callable[[int], bool]) -
                     run.progress.keep(collected)
             for step, batch in enumerate(_batches(run, plan, collected, t, first), start=first):
                 _step(run, plan, batch, state, ahead, t, step)
+            del collected
             ahead.finish()  # the next samples are those of the weights that the engine has now
             with clock.phase("refit"):
                 run.weight_sync.push(t + 1)

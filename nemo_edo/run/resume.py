@@ -108,6 +108,8 @@ class SavedProgress(Progress):
 
     def reached(self, position: Position, *, saves: bool = True) -> None:
         self.settle(wait=False)
+        if position.step == 0:
+            self._collected = None  # the last iteration's, which no checkpoint needs any more
         stop = self._run.stop.is_asked()
         steps = position.steps_taken - self._saved_at
         begins_iteration = position.step == 0 and steps > 0

@@ -2,6 +2,7 @@
 
 import json
 import math
+import weakref
 from collections import Counter
 from dataclasses import asdict, replace
 
@@ -38,6 +39,25 @@ def test_an_iterations_rollouts_are_on_disk_before_its_first_step_and_are_what_i
     on_disk = Counter((*one.rollout.prompt_ids, *one.rollout.response_ids)
                       for t in range(2) for one in journal.collected(t))
     assert rows_of(journal.policy.batches) == on_disk
+
+
+def test_an_iterations_samples_are_freed_before_the_next_ones_are_generated(fake_iteration, monkeypatch):
+    run, kept = fake_iteration(iterations=3), []
+    build, generate = run.services.objective.build, run.services.engine.generate
+
+    def building(_, scored, *more):
+        collected = build(scored, *more)
+        kept.extend(map(weakref.ref, (scored[0], collected.batch)))
+        return collected
+
+    def generating(_, *asked):
+        assert not any(one() for one in kept)
+        return generate(*asked)
+
+    monkeypatch.setattr(type(run.services.objective), "build", building)
+    monkeypatch.setattr(type(run.services.engine), "generate", generating)
+    run.run()
+    assert len(kept) == 6
 
 
 def test_the_run_seed_alone_fixes_all_sample_seeds_and_no_two_samples_share_one(run_fake):

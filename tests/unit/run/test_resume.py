@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 from threading import Timer
 from types import SimpleNamespace
@@ -117,6 +118,14 @@ def test_an_iteration_begins_with_a_checkpoint_however_rare_they_are(begin, mode
     walk(begin(every_steps=100), model, 4)
     assert files(tmp_path) == ["step_00000003"]
     assert begin().start == Position(1, 0, 3)
+
+
+def test_the_next_iteration_begins_without_the_last_ones_batch_in_memory(begin):
+    progress, kept = begin(), collected(1)
+    progress.keep(kept)
+    kept = weakref.ref(kept)
+    progress.reached(Position(1, 0, 0))
+    assert kept() is None
 
 
 def test_a_save_at_once_writes_only_what_is_new_and_a_failure_keeps_its_batch_and_weights(begin, model, tmp_path):
