@@ -273,7 +273,7 @@ def time(case: Case) -> str:
         server_tensor_parallel=size,
         samples=(arm.problems_per_iteration or ASSUMED_PROBLEMS) * cfg.sampling.samples_per_prompt,
         prompt=max(1, min(memory.ASSUMED_PROMPT, cfg.model.seq_length - longest)),
-        response=longest // 2,
+        response=max(1, longest // 2),
         longest=longest,
         epochs=arm.epochs,
         reference=arm.beta > 0,

@@ -313,7 +313,9 @@ def facts_here(*, with_torch: bool) -> dict[str, Any]:
     if with_torch and found:
         import torch
 
-        of_packages |= {"CUDA": torch.version.cuda, "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
+        of_packages["CUDA"] = torch.version.cuda
+        if torch.version.cuda:  # otherwise it has no nccl.version
+            of_packages["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "host": socket.gethostname(),
         "gpus": [asdict(gpu) for gpu in found],

@@ -27,7 +27,7 @@ from nemo_edo.checks.machine import CheckError, Finding, Machine, failed, imposs
 from nemo_edo.errors import UserError
 from nemo_edo.utils.files import end_of_log
 from nemo_edo.utils.processes import kept
-from nemo_edo.utils.ranks import first_that_resolves
+from nemo_edo.utils.ranks import first_that_resolves, free_server
 
 NEIGHBOURS = 4  # ranks that each rank connects to: with all, 512 ranks would open 260,000 connections
 TOLERANCE_S = 5.0  # between the clocks of two nodes: above it the times of files and log lines mislead
@@ -159,7 +159,7 @@ def same_on_all_ranks(machine: Machine) -> Finding:
 
 def connections(machine: Machine) -> Finding:
     """Each rank connects to the next ones, and to the one at its place on the next node."""
-    with socket.create_server(("", 0), backlog=2 * NEIGHBOURS) as listening:  # the kernel answers
+    with free_server(2 * NEIGHBOURS) as listening:  # the kernel answers
         ports = machine.exchange("ports", listening.getsockname()[1])
         steps = {*range(1, NEIGHBOURS + 1), machine.local_size}
         failures = []

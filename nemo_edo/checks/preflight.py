@@ -131,7 +131,7 @@ def with_fitted_parallelism(
     sizes = [
         _shared_by(cfg, size, shards=shards)
         for size in range(1, min(world, local) + 1)
-        if world % size == 0
+        if world % size == 0 and local % size == 0
         for shards in ((False, True) if size < world else (False,))
     ]
     possible = [one for one in sizes if memory.is_possible(one, shape, world)]

@@ -211,7 +211,7 @@ def _opened(run: Path, args: argparse.Namespace, overrides: list[str], *only: st
 
 def _runs_and_overrides(args: argparse.Namespace, *, stored: bool = False) -> tuple[list[Path], list[str]]:
     """The folders of runs, none with --config-name, and the overrides. Raises UserError where they do not fit."""
-    runs = [Path(one) for one in args.overrides if "=" not in one or Path(one).is_dir()]
+    runs = [Path(one) for one in args.overrides if "=" not in one or os.path.isdir(one)]
     if args.config_name is None and (args.config_path or args.on_bad_rows):
         raise UserError("--config-path and --on-bad-rows need --config-name; a run's folder has its own config")
     if args.config_name is not None and (runs or args.arm or stored):

@@ -8,9 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 _PR_SET_CHILD_SUBREAPER = 36  # for prctl(2): descendants whose parent has ended become children of this process
 _PR_SET_PDEATHSIG = 1  # for prctl(2): the signal to this process when the thread that started it ends
@@ -24,6 +27,19 @@ def end_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before prctl
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_vital_thread(name: str, target: Callable[..., None], *args: Any) -> None:
+    """Starts a thread whose failure ends the process, which would wait for ever for what it no longer does."""
+
+    def run() -> None:
+        try:
+            target(*args)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
 
 
 def end_with_torchrun() -> None:

@@ -63,6 +63,13 @@ def variables_of_torchrun(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def free_server(backlog: int) -> socket.socket:
+    """Listens at a free port, by IPv6 too where the machine has it."""
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, backlog=backlog, dualstack_ipv6=dual)
+
+
 def first_that_resolves(*names: str) -> str:
     """The first of a node's names that resolves here: DNS may not know Slurm's. Raises UserError where none does."""
     for name in filter(None, names):

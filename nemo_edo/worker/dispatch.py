@@ -29,8 +29,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from nemo_edo.errors import UserError, WorkerFailed
-from nemo_edo.utils.ranks import waiting
+from nemo_edo.errors import RunStopped, UserError, WorkerFailed
+from nemo_edo.utils.processes import start_vital_thread
+from nemo_edo.utils.ranks import free_server, waiting
 from nemo_edo.worker.worker import Worker
 
 T = TypeVar("T")
@@ -88,7 +89,7 @@ class Workers:
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         if self._others:
-            threading.Thread(target=self._receive, daemon=True, name="answers").start()
+            start_vital_thread("answers", self._receive)
 
     @property
     def size(self) -> int:
@@ -297,9 +298,7 @@ def _meet(others: int, is_asked_to_stop: Callable[[], bool]) -> list[_Rank]:
         names = [str(rank) for rank in range(1, others + 1) if rank not in there]
         return f"rank{'s' * (len(names) > 1)} {', '.join(names)} of {others + 1} at {_place()}"
 
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    with socket.create_server(("", 0), family=family, backlog=others, dualstack_ipv6=dual) as server:
+    with free_server(others) as server:
         server.settimeout(0.5)
         _store(is_asked_to_stop).set(KEY, json.dumps([server.getsockname()[1], secret]))
         for _ in waiting(missing, MEETING_S, is_asked_to_stop):
@@ -319,7 +318,10 @@ def _meet(others: int, is_asked_to_stop: Callable[[], bool]) -> list[_Rank]:
 def meet_controller(is_asked_to_stop: Callable[[], bool]) -> Connection:
     """A worker's connection to the controller. Errors as for ``ranks.waiting``."""
     store = _store(is_asked_to_stop)
-    store.set_timeout(timedelta(days=365))
+    while not store.check([KEY]):  # get would wait without a handler of a signal
+        if is_asked_to_stop():
+            raise RunStopped("asked to stop while it waited for rank 0")
+        time.sleep(0.2)
     port, secret = json.loads(store.get(KEY))
     connection = _connection(socket.create_connection((os.environ["MASTER_ADDR"], port)))
     connection.send_bytes(json.dumps([secret, int(os.environ["RANK"]), socket.gethostname()]).encode())

@@ -11,6 +11,7 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from nemo_edo.utils.processes import start_vital_thread
 from nemo_edo.worker.dispatch import END, NEWS, STACKS, Answer, answer, meet_controller, pack
 from nemo_edo.worker.worker import Worker
 
@@ -23,7 +24,7 @@ def serve() -> int:
     connection = meet_controller(lambda: bool(received))
     calls: queue.SimpleQueue[tuple | None] = queue.SimpleQueue()
     busy = threading.Event()
-    threading.Thread(target=_read, args=(connection, calls, busy), daemon=True, name="calls").start()
+    start_vital_thread("calls", _read, connection, calls, busy)
     worker = Worker()
     worker.tell = lambda news: connection.send_bytes(pack(Answer(NEWS, news)))
     while (message := calls.get()) is not None:

@@ -93,3 +93,10 @@ def test_a_kept_command_that_ends_leaves_its_status_and_nothing_that_it_started(
     processes = below(keeper.pid, 2)
     assert keeper.wait() == 7
     assert_gone(processes)
+
+
+def test_a_process_ends_where_a_thread_fails_that_it_would_wait_for():
+    script = ("import threading\nfrom nemo_edo.utils.processes import start_vital_thread\n"
+              "start_vital_thread('answers', [].pop)\nthreading.Event().wait(60)")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "pop from empty list" in done.stderr
