@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import chain
@@ -156,12 +156,12 @@ def model_folder(model: ModelConfig, run: RunFolder) -> Path:
 
 
 def load_checked_data(
-    cfg: RunConfig, run: RunFolder | None = None, arms: Iterable[ArmConfig] | None = None, *, scores: bool = True
+    cfg: RunConfig, run: RunFolder | None = None, arms: Mapping[str, ArmConfig] | None = None, *, scores: bool = True
 ) -> Data:
     """The run's data before its folder is touched. scores: whether what would score the problems is tried on them.
 
     Raises UserError for anything in the data that would stop the run later, and where the disk has no room for the
-    rollouts of all iterations of ``arms``; None: the disk is not looked at."""
+    rollouts of all iterations of ``arms`` that are not there yet; None: the disk is not looked at."""
     run = run or RunFolder(Path(cfg.output_dir) / cfg.name)
     made = made_problems(cfg.data, run)
     with tempfile.TemporaryDirectory() as scratch:
@@ -174,22 +174,30 @@ def load_checked_data(
             f"{len(data.overlap)} of the {len(data.test)} test problems are train problems, too (the first is "
             f"{tested.source}, as {trained.source}); remove them from one of the two, or set data.allow_overlap=true"
         )
-    if arms is None:
-        return data
+    if arms is not None:
+        require_room("output_dir", run.path, _bytes_left(cfg, run, arms, data))
+    return data
+
+
+def _bytes_left(cfg: RunConfig, run: RunFolder, arms: Mapping[str, ArmConfig], data: Data) -> int:
+    """At most so much will be written: the responses that the run does not have. A finished one begins anew."""
+    resumes, settings = run.is_begun, cfg.evaluation
 
     def size(responses: int) -> int:
         return estimate_bytes(responses, data.longest_prompt, cfg.sampling.max_new_tokens)
 
-    evaluation = size(len(data.test) * (cfg.evaluation.samples + 1))
-    final = cfg.evaluation.rollouts * len(cfg.evaluation.temperature)
-    needed = final * evaluation  # of the start
-    for arm in arms:
-        short = arm.iterations // cfg.evaluation.every if cfg.evaluation.every else 0
-        problems = min(arm.problems_per_iteration or len(data.train), len(data.train))
-        iteration = size(problems * cfg.sampling.samples_per_prompt)
-        needed += (short + final) * evaluation + arm.iterations * iteration
-    require_room("output_dir", run.path, needed)
-    return data
+    evaluation = size(len(data.test) * (settings.samples + 1))
+    final = settings.rollouts * len(settings.temperature) * evaluation
+    needed = sum(final for policy in (START, *arms) if not (resumes and run.evaluation(policy).is_file()))
+    for name, arm in arms.items():
+        every, problems = settings.every, arm.problems_per_iteration or len(data.train)
+        evaluations, iterations = -(-arm.iterations // every) if every else 0, arm.iterations
+        if resumes:
+            evaluations -= len(run.evaluated_iterations(name))
+            iterations -= len([*run.rollouts(name).glob("iter_*/rank_0_of_*.parquet")])
+        iteration = size(min(problems, len(data.train)) * cfg.sampling.samples_per_prompt)
+        needed += evaluations * evaluation + iterations * iteration
+    return needed
 
 
 def load_data(

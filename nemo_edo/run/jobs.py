@@ -98,10 +98,11 @@ def collect(cfg: RunConfig, arm: str | None) -> None:
     if arm is not None and arm not in known:
         raise UserError(f"the config has no arm {arm!r}{did_you_mean(arm, known)} (there are: {', '.join(known)})")
     with _stop_signal(cfg) as stop, closing(_prepare(cfg, stop, PhaseClock())) as run:
-        do_stage(run, WARMUP)
-        for name in [arm] if arm else known:
-            if name not in run.folder.journal():
-                collect_arm(run, name)
+        with kept_warnings(run.folder.path, lambda: run.console.stage):
+            do_stage(run, WARMUP)
+            for name in [arm] if arm else known:
+                if name not in run.folder.journal():
+                    collect_arm(run, name)
 
 
 def evaluate(opened: StoredRun, arm: str | None) -> None:
@@ -220,7 +221,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> RunServices
     inputs.check_model(cfg)
     Builder(cfg, folder).check_servers()
     check_settings(cfg.exp_manager)  # NeMo imports Megatron, which the platform has been prepared for by now
-    data = inputs.load_checked_data(cfg, folder, arms.values())
+    data = inputs.load_checked_data(cfg, folder, arms)
     require_several_steps(arms, len(data.train), cfg.sampling.samples_per_prompt)
     cfg = inputs.with_seq_length(cfg, data)
     builder = Builder(cfg, folder, data)

@@ -265,9 +265,11 @@ def keep_best(
         model.workers.call(Worker.save, folder.best_checkpoint(arm, iteration), about)
         kept = ranks()
     ranked = sorted(kept, key=kept.__getitem__)[: config.best_count]
+    removed = best.with_name(f"{best.name}.part")  # half a folder under a checkpoint's name would end each resumed run
+    shutil.rmtree(removed, ignore_errors=True)  # of a killed run
     for path in folder.best_checkpoints(arm):
         if path not in ranked:
-            shutil.rmtree(path)
+            shutil.rmtree(path.rename(removed))
     if ranked and ranked[0] != best:
         if best.is_dir():
             best.rename(folder.best_checkpoint(arm, kept[best][1]))

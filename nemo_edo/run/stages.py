@@ -40,7 +40,8 @@ def do_stage(run: RunServices, name: str) -> None:
         if run.stop.is_asked():
             raise RunStopped(f"stopped before {name} began, with all before it saved")
         run.data.made_from.require_unchanged()  # the stage may read some of it again
-        begun = run.log.elapsed
+        # Of a stage that resumes, too: what this process's clock says counts from the cut of the metrics on.
+        begun = [*run.folder.journal().values()][-1].get("elapsed_s", 0.0)
         run.console.begin(name)
         try:
             scored = warm_up(run) if name == WARMUP else train_arm(run, name)
@@ -48,7 +49,8 @@ def do_stage(run: RunServices, name: str) -> None:
             raise StoppedByGuard(f"{name}, {stopped}") from stopped
         run.log("phases", arm=name, time=run.clock.take())
         run.folder.write_json(f"samples/{name}.json", examples(run.data.test, scored))
-        run.folder.note(name, **run.log.mark, seconds=round(run.log.elapsed - begun, 1))
+        elapsed = round(run.log.elapsed, 1)
+        run.folder.note(name, **run.log.mark, elapsed_s=elapsed, seconds=round(elapsed - begun, 1))
     with run.clock.phase("checkpoint"):
         run.folder.remove_progress(name)
 
@@ -73,6 +75,7 @@ def warm_up(run: RunServices) -> list:
             with run.clock.phase("start"):
                 model.start_training(sft.steps)
             progress = _resumed(run, model, WARMUP)
+            _cut_metrics(run, progress.metrics_mark)
             train_supervised(
                 model,
                 run.data.solutions,
@@ -127,6 +130,7 @@ def train_arm(run: RunServices, arm: str) -> list:
         check_trained(settings, run.folder, arm)
     else:
         plan, progress = _begin_arm(run, model, arm)
+        _cut_metrics(run, progress.metrics_mark)
         with profiled(run, arm, training_services(run, model, arm, plan, progress)) as services:
             try:
                 run_iterations(services, plan, evaluate)
@@ -142,6 +146,7 @@ def train_arm(run: RunServices, arm: str) -> list:
 
 def collect_arm(run: RunServices, arm: str) -> None:
     """Generates the samples that the arm needs next, unless it has begun to train on them."""
+    run.console.begin(arm)
     model = _arm_model(run, arm)
     plan, progress = _begin_arm(run, model, arm)
     start = progress.start
@@ -187,13 +192,13 @@ def _begin_arm(run: RunServices, model: RemotePolicy, arm: str) -> tuple[Plan, S
 
 
 def _resumed(run: RunServices, model: RemotePolicy, stage: str, **more: Any) -> SavedProgress:
-    """Loads the stage's last checkpoint into the model, and cuts the metrics to that place."""
+    """Loads the stage's last checkpoint into the model. What trains then cuts the metrics to that place: ``collect``,
+    which looks at every arm, would cut away what another one has logged."""
     from nemo_edo.run.resume import SavedProgress
 
     progress = SavedProgress(run, model, stage, **more)
     with run.clock.phase("checkpoint"):
         progress.resume()
-        _cut_metrics(run, progress.metrics_mark)
     return progress
 
 

@@ -128,11 +128,11 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
                     except Partly as partly:
                         kept = f"{done} of {len(data.test)} problems have been searched and are kept"
                         raise UserError(f"{partly}. {kept}") from partly
-                    store.write_part(records)
                     for problem, result in zip(part, results, strict=True):
                         if problem in data.test[: own.trees]:
                             tree = file_name(f"{arm}.{own.name}.{problem.id}")
                             folder.write_json(f"search/{tree}.json", tree_record(result))
+                    store.write_part(records)  # after the trees: what has a record is not searched again
                     found |= {record.problem_id: record for record in records}
                     done += len(part)
                     print(f"searched {done} of {len(data.test)} problems", flush=True)

@@ -130,6 +130,18 @@ def test_collect_writes_rollouts_that_training_finds_and_uses(runs):
     assert_same_end(folder / "collected", folder / "whole")
 
 
+def test_collect_leaves_a_run_that_was_stopped_within_an_arm_to_resume_and_each_stage_has_its_own_time(train, nemo_edo):
+    run, command = train.folder / "between", train("between", "arms={grpo: {}, idpo: {algorithm: idpo}}")
+    end = ["nemo_edo.run.resume:write_batch", 1, "SIGTERM"]
+    assert nemo_edo(*command, before=[("helpers.kills:prepare", end)]).returncode == os.EX_TEMPFAIL
+    logged = (run / "metrics.jsonl").read_bytes()
+    nemo_edo.succeed(*train("between", "arms={grpo: {}, idpo: {algorithm: idpo}}", verb="collect"))
+    assert (run / "metrics.jsonl").read_bytes().startswith(logged)
+    nemo_edo.succeed(*command)
+    seconds = json.loads((run / "summary.json").read_text())["time"]
+    assert sum(seconds.values()) < 2 * seconds["total_s"] + 1
+
+
 def test_training_on_another_runs_rollouts_ends_as_that_run_did(runs):
     folder, attempts = runs
     assert attempts["given"][0]["status"] == 0, attempts["given"][0]["said"]

@@ -108,6 +108,9 @@ def test_a_search_that_was_stopped_resumes_to_the_same_results_with_no_token_sam
     assert stopped.status == STOPPED and "4 of 6 problems have been searched" in stopped.err
     parts = (search.model / "search" / "warmup" / "stopped").rglob("*.parquet")
     assert [path.name for path in parts] == ["part_00000.parquet"]
+    killed = search(*command[:1], "search.name=killed", before=[
+        ("helpers.kills:prepare", ["nemo_edo.search.job:SearchStore.write_part", 1])])
+    assert killed.status == -9 and (search.model / "search" / "warmup.killed.test-1.json").is_file()
     resumed = search(*command)
     assert resumed.status == ENDED and rows(search.model, name="stopped") == first
     assert stopped.tokens + resumed.tokens == sum(row["tokens"] for row in first)

@@ -42,7 +42,7 @@ def own_files(tmp_path: Path):
 
 def load(tmp_path: Path, *overrides: str) -> inputs.Data:
     cfg = config(tmp_path, *overrides)
-    return inputs.load_checked_data(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), arm_configs(cfg).values())
+    return inputs.load_checked_data(cfg, RunFolder(Path(cfg.output_dir) / cfg.name), arm_configs(cfg))
 
 
 def error_of(tmp_path: Path, *overrides: str) -> str:
@@ -70,7 +70,7 @@ def test_training_and_test_problems_from_files_of_one_name_are_refused_with_both
 def test_built_in_data_is_checked_before_the_run_folder_exists_and_its_files_then_have_the_same_data(tmp_path: Path):
     cfg = config(tmp_path)
     folder = RunFolder(tmp_path / "runs" / "a")
-    checked = inputs.load_checked_data(cfg, folder, [cfg.grpo])
+    checked = inputs.load_checked_data(cfg, folder, {"grpo": cfg.grpo})
     assert (len(checked.train), len(checked.test), len(checked.solutions)) == (6, 5, 40)
     assert not (tmp_path / "runs").exists()
     inputs.write_builtin_files(cfg, folder)
@@ -187,3 +187,13 @@ def test_a_disk_without_room_for_all_arms_and_iterations_is_reported_before_the_
     message = error_of(tmp_path)
     assert re.match(f"output_dir: {tmp_path / 'runs' / 'a'} needs .* and has .* free", message)
     assert set(asked) == {tmp_path}  # the nearest folder that exists
+    folder, arms = RunFolder(tmp_path / "runs" / "a"), arm_configs(config(tmp_path))
+    there = [folder.evaluation(policy) for policy in ("warmup", *arms)]
+    there += [folder.rollouts(name) / f"iter_{t:05d}" / "rank_0_of_1.parquet"
+              for name, arm in arms.items() for t in range(arm.iterations)]
+    for path in there:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    folder.note("warmup")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=0))
+    load(tmp_path)  # what a resumed run has takes no room again

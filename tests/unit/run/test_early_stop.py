@@ -1,6 +1,8 @@
 """Where an arm's training ends early, and which of its policies are kept."""
 
 import math
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -49,3 +51,14 @@ def test_the_best_policies_are_kept_under_names_that_last(tmp_path, monkeypatch)
     # A kill between renaming the best and saving the better one loses neither.
     (tmp_path / "checkpoints" / "a.best").rename(tmp_path / "checkpoints" / "a.best_iter_00006")
     assert kept(0.4, 7) == ["a.best 6", "a.best_iter_00007 7"]
+
+    def half_removed(path: Path, **_) -> None:
+        if path.exists():
+            (path / "about").unlink()
+            raise InterruptedError
+
+    with monkeypatch.context() as killed, pytest.raises(InterruptedError):
+        killed.setattr(shutil, "rmtree", half_removed)
+        kept(0.9, 8, best_count=1)
+    assert kept(0.9, 8, best_count=1) == ["a.best 8"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["a.best"]
