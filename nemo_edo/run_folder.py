@@ -38,6 +38,8 @@ TRACKED = "trackers.json"
 """The run's ids in W&B and MLflow, where a resumed run continues."""
 LAUNCH = "launch"
 """The folder of the cluster's job that the run is in."""
+EVALUATED_AGAIN = "evaluated_again"
+"""In the journal's notes of the warm-up: its evaluation is no longer of the run's config, perhaps."""
 NEW, REPLACEMENT = "evaluations.new", "evaluations.replacement"
 """Folders of evaluations that are to replace the stored ones: until they are complete, and until all are in place."""
 

@@ -297,7 +297,8 @@ class Evaluator:
             )
         unneeded |= set() if has_answers else {f"vote@{each}"}
         rows = [{name: sums for name, sums in row.items() if results.plain_name(name) not in unneeded} for row in rows]
-        return results.Evaluation.of_rows(arm, [problem.id for problem in self.problems], rows, temperature=main), first
+        about = {"temperature": main, "samples": each}
+        return results.Evaluation.of_rows(arm, [problem.id for problem in self.problems], rows, **about), first
 
     def tuned(self, tuning: Tuning) -> dict[float, float]:
         """Each temperature's mean vote over N = ``config.samples`` responses to the tuning problems."""

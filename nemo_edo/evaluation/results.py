@@ -97,14 +97,17 @@ class Evaluation:
     """name -> (sums [P], counts [P]) float64; the metric is sum(sums) / sum(counts)."""
     temperature: float = 1.0
     """The sampled responses', where a metric's name has no other; evaluations before this was recorded had 1."""
+    samples: int | None = None
+    """The number of responses that votes and diversity are measured among; None before this was recorded."""
 
     @classmethod
     def of_rows(
-        cls, arm: str, problems: Sequence[str], rows: Sequence[Sums], *, temperature: float = 1.0
-    ) -> Evaluation:
+        cls, arm: str, problems: Sequence[str], rows: Sequence[Sums], *, temperature: float = 1.0,
+        samples: int | None = None,
+    ) -> Evaluation:  # fmt: skip
         """``rows``: the metrics of each problem, the same ones for every problem."""
         pairs = {name: (*np.array([row[name] for row in rows], float).T,) for name in rows[0]}
-        return cls(arm, tuple(problems), pairs, temperature)
+        return cls(arm, tuple(problems), pairs, temperature, samples)
 
     def has(self, metric: str) -> bool:
         return metric in self.metrics and self.metrics[metric][1].sum() > 0
@@ -126,8 +129,8 @@ class Evaluation:
 
     def record(self) -> dict[str, Any]:
         metrics = {name: {"sum": pair[0].tolist(), "count": pair[1].tolist()} for name, pair in self.metrics.items()}
-        shared = {"arm": self.arm, "temperature": self.temperature, "problems": list(self.problems)}
-        return {**shared, "metrics": metrics}
+        about = {"arm": self.arm, "temperature": self.temperature, "samples": self.samples}
+        return {**about, "problems": list(self.problems), "metrics": metrics}
 
 
 def load_evaluation(path: Path) -> Evaluation:
@@ -135,6 +138,7 @@ def load_evaluation(path: Path) -> Evaluation:
     record = read_object(path, ("arm", "problems", "metrics"))
     try:
         problems, temperature = tuple(record["problems"]), float(record.get("temperature", 1.0))
+        samples = None if record.get("samples") is None else int(record["samples"])
         metrics = {name: np.asarray([one["sum"], one["count"]], float) for name, one in record["metrics"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{path}: expected a list of problems, and sum and count of each metric ({error!r})") from error
@@ -148,24 +152,27 @@ def load_evaluation(path: Path) -> Evaluation:
             )
         if is_share(name) and (np.abs(pair[0] - pair[1] / 2) > pair[1] * (0.5 + 1e-9)).any():
             raise UserError(f"{path}: metrics.{name}: expected sums between 0 and the counts")
-    return Evaluation(record["arm"], problems, {name: (*pair,) for name, pair in metrics.items()}, temperature)
+    pairs = {name: (*pair,) for name, pair in metrics.items()}
+    return Evaluation(record["arm"], problems, pairs, temperature, samples)
 
 
 def require_same_problems(evaluations: Mapping[str, Evaluation]) -> None:
     """Raises UserError naming two of them (name -> evaluation) where they answered different problems, or at different
-    temperatures."""
+    temperatures, or with other numbers of samples, by which diversity differs, too."""
     (first, ours), *others = evaluations.items()
     for name, theirs in others:
-        if ours.temperature != theirs.temperature:
-            raise UserError(
-                f"{first} and {name} were sampled at different temperatures ({ours.temperature:g} and "
-                f"{theirs.temperature:g}); evaluate both with the same evaluation.temperature"
-            )
+        for setting in ("temperature", "samples"):
+            one, another = (getattr(evaluation, setting) for evaluation in (ours, theirs))
+            if None not in (one, another) and one != another:
+                raise UserError(
+                    f"{first} and {name} were evaluated with different settings: evaluation.{setting} is {one:g} in "
+                    f"the one and {another:g} in the other; evaluate both with the same"
+                )
         if ours.problems != theirs.problems:
             raise UserError(
                 f"{first} and {name} were evaluated on different problems ({len(ours.problems)} and "
-                f"{len(theirs.problems)}), or in another order; differences are paired by problem, so evaluate both on "
-                "the same file"
+                f"{len(theirs.problems)}), or in another order; differences are paired by problem, so evaluate both "
+                "with the same data.test and evaluation.limit"
             )
 
 

@@ -118,7 +118,7 @@ def analyse(
     if (sampled.rules < 0).all():
         unneeded.update(results.JUDGE_AND_RULES)
     kept_rows = [{name: pair for name, pair in row.items() if name not in unneeded} for row in rows]
-    return results.Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature)
+    return results.Evaluation.of_rows(arm, sampled.problems, kept_rows, temperature=temperature, samples=each)
 
 
 def _curves(sampled: Samples, place: int, scores: Scores, subsets: int, seed: int) -> results.Sums:

@@ -29,7 +29,7 @@ from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.config.run import START
 from nemo_edo.errors import RunStopped
-from nemo_edo.run_folder import CONFIG, JOURNAL, METRICS, RunFolder
+from nemo_edo.run_folder import CONFIG, EVALUATED_AGAIN, JOURNAL, METRICS, RunFolder
 from nemo_edo.utils.owned_file import InUse, OwnedFile
 from nemo_edo.utils.processes import end_with
 from nemo_edo.utils.status_line import StatusLine
@@ -298,8 +298,10 @@ def _reaching(config: str) -> dict[str, Any]:
 
 
 def _has_warm_up_of(source: RunFolder, config: str) -> bool:
-    """Whether a folder has the warm-up of a config, finished: with the settings that it was made with."""
-    if START not in source.journal() or not source.checkpoint(START).is_dir():
+    """Whether a folder has the warm-up of a config, finished: with the settings that it was made with, and evaluated
+    with them alone."""
+    notes = source.journal().get(START, {EVALUATED_AGAIN: True})
+    if notes.get(EVALUATED_AGAIN) or not source.checkpoint(START).is_dir():
         return False
     there, here = (_reaching(one) for one in ((source.path / CONFIG).read_text(encoding="utf-8"), config))
     model = here.get("model", {})

@@ -175,7 +175,12 @@ def facts(comparison: Comparison) -> dict[str, str]:
         found["Stopped early"] = "; ".join(stopped)
     if changed := [sentence for record in records for sentence in record.changed]:
         found["Changed inputs"] = "; ".join(changed)
-    samples, rollouts = (setting(first, f"evaluation.{key}") for key in ("samples", "rollouts"))
+    evaluated = next(iter(first.evaluations.values()))  # perhaps again, with other settings than the run's
+    samples, rollouts = evaluated.samples, setting(first, "evaluation.rollouts")
+    if samples is None:
+        samples = setting(first, "evaluation.samples")
+    elif evaluated.has("well_formed"):
+        rollouts = round(evaluated.metrics["well_formed"][1].max() / samples)
     sampled = f"{rollouts} x {samples} responses each at temperature {comparison.temperature:g}"
     found["Test"] = f"{comparison.problems} problems, greedy and {sampled}"
     versions = {f"{name} {version}": None for one in records for name, version in one.summary["versions"].items()}

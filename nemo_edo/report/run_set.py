@@ -9,6 +9,8 @@ to be the same, so that a difference in the results is a difference between arms
 from __future__ import annotations
 
 import json
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -145,7 +147,7 @@ def read_run(folder: Path) -> RunRecord:
         lines=lines,
         evaluations=evaluations,
         replicate=replicate,
-        test_time={arm: found for arm in evaluations if (found := _read_test_time(run, arm))},
+        test_time={arm: found for arm in evaluations if (found := _read_test_time(run, arm, evaluations[arm]))},
         samples=samples,
         changed=[str(sentence) for sentence in run.journal().get("files", {}).get("changed", [])],
     )
@@ -169,14 +171,19 @@ def setting(record: RunRecord, key: str) -> Any:
     return value
 
 
-def _read_test_time(run: RunFolder, arm: str) -> Evaluation | None:
+def _read_test_time(run: RunFolder, arm: str, last: Evaluation) -> Evaluation | None:
+    """last: the arm's evaluation. A search from before it may be of other problems, and is left out."""
     path, searches = run.test_time(arm), sorted(run.searches(arm).glob(f"*/{SEARCH_EVALUATION}"))
-    evaluations = [load_evaluation(path)] if path.is_file() else []
-    evaluations += [load_evaluation(searches[0])] if len(searches) == 1 else []
+    evaluations = []
+    for one in [*([path] if path.is_file() else []), *(searches if len(searches) == 1 else [])]:
+        evaluation = load_evaluation(one)
+        if evaluation.problems == last.problems:
+            evaluations.append(evaluation)
+        else:
+            said = f"{one}: has other problems than {run.evaluation(arm)}, or another order, and is left out"
+            warnings.warn(said, stacklevel=2)
     if not evaluations:
         return None
-    if len({evaluation.problems for evaluation in evaluations}) > 1:
-        raise UserError(f"{searches[0]}: has other problems than {path}, or another order; search them again")
     metrics = {name: value for evaluation in evaluations for name, value in evaluation.metrics.items()}
     return replace(evaluations[0], metrics=metrics)
 

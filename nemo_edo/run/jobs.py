@@ -15,7 +15,7 @@ from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import check_arm_names
+from nemo_edo.evaluation.results import Evaluation, check_arm_names, require_same_problems
 from nemo_edo.generation.dispatch import limit_s
 from nemo_edo.run import inputs
 from nemo_edo.run.build import Builder, RunSettings
@@ -29,7 +29,7 @@ from nemo_edo.run.stop_signal import StallWatch, StopSignal
 from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.run.summary import kept_warnings, write_samples, write_summary
 from nemo_edo.run.tracking import check_settings, hyperparameters, log_numbers, start_tracking
-from nemo_edo.run_folder import METRICS, TRACKED, NewEvaluations, RunFolder
+from nemo_edo.run_folder import EVALUATED_AGAIN, METRICS, TRACKED, NewEvaluations, RunFolder
 from nemo_edo.utils.files import checksum, temporary_name
 from nemo_edo.utils.memory import large_imports
 from nemo_edo.utils.phases import PhaseClock
@@ -120,14 +120,11 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
         workers().call(Worker.enter, opened.cfg.threads)
         data = inputs.load_data(opened.cfg, folder)
         folder.note_inputs(data.made_from.changed)
-        asked = tuple(problem.id for problem in data.test)
-        for other, kept in folder.evaluations(name for name in opened.policies if name not in names).items():
-            if kept.problems != asked:
-                raise UserError(
-                    f"{folder.evaluation(other)} has {len(kept.problems)} test problems, and {arm} would have "
-                    f"{len(asked)} others: evaluate all arms (without --arm), or leave data.* and evaluation.limit"
-                )
         cfg = inputs.with_seq_length(opened.cfg, data)
+        about = {"temperature": cfg.evaluation.temperature[0], "samples": cfg.evaluation.samples}
+        asked = Evaluation(names[0], tuple(problem.id for problem in data.test), {}, **about)
+        kept = folder.evaluations(name for name in opened.policies if name not in names)
+        require_same_problems({f"--arm {arm}": asked, **{str(folder.evaluation(name)): kept[name] for name in kept}})
         settings = RunSettings.of(cfg)
         policies = (WARMUP, *settings.arms, *opened.best_policies)
         console = RunConsole({name: settings.final_iteration(name) for name in policies})
@@ -143,6 +140,8 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
                 console.begin(name)
                 model = builder.trained(name) if trains else first_model(services)
                 evaluate_policy(services, model, name, settings.final_iteration(name))
+        if WARMUP in names and (notes := folder.journal().get(WARMUP)):
+            folder.note(WARMUP, **{**notes, EVALUATED_AGAIN: True})
         folder.put()
         _conclude(folder)
 

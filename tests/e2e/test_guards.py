@@ -1,6 +1,7 @@
 """A run with minibatches with an advantage of NaN: skipped, stopped, replayed, killed and resumed; and an evaluation
 and an export of it that are killed."""
 
+import json
 import math
 import shutil
 import signal
@@ -130,12 +131,16 @@ def test_an_evaluation_that_is_killed_leaves_the_stored_responses_until_it_has_i
     nemo_edo.succeed("evaluate", str(whole), "--stored")
     nemo_edo.succeed(*command)
     assert stored.keys() == responses(whole).keys() and stored != responses(whole)
+    assert json.loads((whole / "journal.json").read_text())["warmup"]["evaluated_again"]  # and no other run adopts it
+    assert "greedy and 2 x " in (whole / "report.html").read_text()
 
 
 def test_an_evaluation_on_other_problems_than_the_stored_ones_is_refused_before_it_generates(runs, nemo_edo):
     before = responses(runs[0] / "whole")
     done = nemo_edo("evaluate", str(runs[0] / "whole"), "--arm=grpo", "evaluation.limit=2")
-    assert done.returncode == 2 and "warmup.json has 4 test problems, and grpo would have 2 others" in done.stderr
+    assert done.returncode == 2 and "warmup.json were evaluated on different problems (2 and 4)" in done.stderr
+    done = nemo_edo("evaluate", str(runs[0] / "whole"), "--arm=grpo", "evaluation.samples=3")
+    assert done.returncode == 2 and "evaluation.samples is 3 in the one and " in done.stderr
     assert responses(runs[0] / "whole") == before
 
 

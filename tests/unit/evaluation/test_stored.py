@@ -194,6 +194,15 @@ def test_differences_are_paired_and_adjusted_together(evaluated, tmp_path):
     assert all((one.p < 0.05) <= (one.interval.high < 0) and one.detectable >= 0 for one in found)
 
 
+def test_evaluations_with_other_settings_are_not_compared(evaluated):
+    ours = stored(*evaluated[1:])
+    for setting in ("samples", "temperature"):
+        theirs = replace(ours, **{setting: 7})
+        with pytest.raises(UserError, match=f"evaluation.{setting} is {getattr(ours, setting):g} in the one and 7 in"):
+            differences({"ours": ours, "theirs": theirs}, "ours", **BOOTSTRAP)
+    differences({"ours": ours, "older": replace(ours, samples=None)}, "ours", **BOOTSTRAP)
+
+
 WEIGHTED = st.lists(
     st.tuples(st.sampled_from(["right", "a", "b", "c", None]), st.sampled_from([0.0, 0.1, 0.2, 0.7])),
     min_size=1, max_size=5,
