@@ -119,6 +119,11 @@ class Evaluation:
         sums_P, counts_P = self.metrics[metric]
         return float(sums_P.sum() / counts_P.sum())
 
+    def grain(self, metric: str) -> float:
+        """The least step of the metric's mean, such as one right answer more."""
+        sums_P, counts_P = self.metrics[metric]
+        return float(np.diff(np.unique(sums_P.round(9))).min(initial=1.0) / counts_P.sum())
+
     def intervals(self, *, resamples: int, seed: int) -> dict[str, Interval]:
         """95 % intervals over problems (``ratio_intervals``) of the metrics that were measured on any problem."""
         measured = {metric: pair for metric, pair in self.metrics.items() if self.has(metric)}
@@ -206,10 +211,12 @@ def paired_interval(metric: str, a: Pair, b: Pair, *, resamples: int, seed: int)
     return paired_difference(*a, *b, resamples=resamples, seed=seed, share=is_share(metric))
 
 
-def seeds_interval(metric: str, values: Sequence[float], *, differences: bool = False) -> Interval:
-    """The mean over seeds with its 95 % interval (Student's t), which for a share is within [0, 1], and for
+def seeds_interval(
+    metric: str, values: Sequence[float], *, differences: bool = False, rounding: float = 0.0
+) -> Interval:
+    """The mean over seeds with its 95 % interval (``mean_interval``), which for a share is within [0, 1], and for
     ``differences`` of shares within [-1, 1]."""
-    found = mean_interval(values)
+    found = mean_interval(values, rounding=rounding)
     if not (is_share(metric) or plain_name(metric) == POOLED) or math.isnan(found.low):
         return found
     return Interval(found.mean, max(found.low, -1.0 if differences else 0.0), min(found.high, 1.0))

@@ -84,9 +84,12 @@ def paired_bootstrap(
     return _percentiles(mean_a - mean_b, ratios_a - ratios_b, level)
 
 
-def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
+def mean_interval(values: Sequence[float], level: float = 0.95, *, rounding: float = 0.0) -> Interval:
     """Mean of independent values, one for each seed, with Student's t interval (1908); from one value the ends are NaN.
 
+    rounding: the variance of each value's rounding, which is added to the observed one: means over a hundred problems
+    go by hundredths, and trainings that differ can tie. It is g^2 / 12 for values with steps of g, and g^2 / 6 for
+    differences of two of them.
     Raises ValueError for no values, values that are not finite, or a level outside (0, 1).
     """
     check_level(level)
@@ -96,33 +99,37 @@ def mean_interval(values: Sequence[float], level: float = 0.95) -> Interval:
     mean = float(data.mean())
     if data.size == 1:
         return Interval(mean, math.nan, math.nan)
-    half = float(scipy.special.stdtrit(data.size - 1, (1 + level) / 2) * data.std(ddof=1) / math.sqrt(data.size))
+    half = float(scipy.special.stdtrit(data.size - 1, (1 + level) / 2) * _standard_error(values, rounding))
     return Interval(mean, mean - half, mean + half)
 
 
-def mean_p_value(values: Sequence[float]) -> float:
+def mean_p_value(values: Sequence[float], *, rounding: float = 0.0) -> float:
     """Two-sided p-value of a mean of 0: Student's t test of independent values, one for each seed; NaN for one value.
 
-    Values that are all equal give 0, or 1 where they are 0. Raises ValueError as ``mean_interval`` does.
+    Without ``rounding`` (``mean_interval``), values that are all equal give 0, or 1 where they are 0. Raises ValueError
+    as ``mean_interval`` does.
     """
-    mean, error = mean_interval(values).mean, _standard_error(values)
+    mean, error = mean_interval(values).mean, _standard_error(values, rounding)
     return float(mean == 0) if error == 0 else float(2 * scipy.special.stdtr(len(values) - 1, -abs(mean) / error))
 
 
-def detectable(values: Sequence[float], *, level: float = 0.05, power: float = POWER) -> float:
+def detectable(values: Sequence[float], *, level: float = 0.05, power: float = POWER, rounding: float = 0.0) -> float:
     """The minimum detectable effect: the least true mean that the t test of ``mean_p_value`` at ``level`` finds with
-    probability ``power``, for as many values as these with their standard deviation; NaN for one value.
+    probability ``power``, for as many values as these with their standard deviation; NaN for one value. rounding: as
+    for ``mean_interval``.
 
     From the noncentral t distribution. Raises ValueError as ``mean_interval`` does.
     """
     mean_interval(values)
-    error = _standard_error(values)
+    error = _standard_error(values, rounding)
     least = scipy.special.stdtrit(len(values) - 1, 1 - level / 2)
     return float(error * scipy.special.nctdtrinc(len(values) - 1, 1 - power, least))
 
 
-def _standard_error(values: Sequence[float]) -> float:
-    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+def _standard_error(values: Sequence[float], rounding: float) -> float:
+    if len(values) < 2:
+        return math.nan
+    return math.sqrt(float(np.var(values, ddof=1)) + rounding) / math.sqrt(len(values))
 
 
 def check_level(level: float) -> None:

@@ -126,10 +126,10 @@ def paired_difference(
     lower_R, upper_R = _means_of_halves(d_P, resamples, seed)
     lower_R, upper_R = lower_R - rounding, upper_R + rounding
     hits = int((lower_R <= 0).sum() if mean > 0 else (upper_R >= 0).sum()) if abs(mean) > rounding else resamples
-    p = (1 + hits) / (1 + resamples)
+    different = int((np.abs(d_P) > rounding).sum())
+    p = min(1.0, max((1 + hits) / (1 + resamples), 2.0 ** (1 - different)))  # no sign pattern is rarer
     rank = int((1 - level) * (1 + resamples) + 1e-9)
     low, high = (np.sort(lower_R)[rank - 1], np.sort(upper_R)[-rank]) if rank else (lower_R.min(), upper_R.max())
-    different = int((np.abs(d_P) > rounding).sum())
     if different < FEWEST_DIFFERENT:
         if different < 3:
             of = intervals.paired_share_interval if share else intervals.paired_bootstrap

@@ -199,9 +199,9 @@ def _matched_chart(comparison: Comparison, styles: plotting.Styles) -> plotting.
         marks.append(mark.update(marker_line={"width": 1.5, "color": "white"}))
     lines = {}
     for arm, by_seed in comparison.arms.items():
-        curves = {y: [_by_x(one, "collection", y) for one in by_seed.values()] for y in ("reward", "entropy")}
-        reward, entropy = (plotting.over_seeds([one["y"] for one in found])["y"] for found in curves.values())
-        lines[arm] = pd.DataFrame({"y": entropy.to_numpy()}, reward)
+        curves = {y: [_by_x(one, "collection", y) for one in by_seed.values()] for y in ("accuracy", "entropy")}
+        accuracy, entropy = (plotting.over_seeds([one["y"] for one in found])["y"] for found in curves.values())
+        lines[arm] = pd.DataFrame({"y": entropy.to_numpy()}, accuracy)
     axes = {"x_title": "sampled training accuracy", "y_title": "entropy (nats)"}
     return plotting.line_chart(
         "matched", "Entropy against accuracy", caption, lines, styles, marks=marks, level=level, **axes

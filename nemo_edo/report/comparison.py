@@ -9,6 +9,7 @@ baseline (``replicate_baseline``) instead, which gives a scale and decides nothi
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
 
@@ -18,6 +19,7 @@ import pandas as pd
 from nemo_edo.config.run import PLAIN_LABELS
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation import results
+from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
 from nemo_edo.report.matching import MATCHED_MEASURES, match_accuracy
 from nemo_edo.report.run_set import RunSet, Trained, setting
@@ -135,6 +137,8 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
     over_problems = {"resamples": bootstrap, "seed": runs.seeds[0] if runs.is_one else 0}
     table: dict[str, dict[str, Estimate]] = {}
     for name, found in policies.items():
+        if name == results.START:  # trainings with other samples can begin from one warm-up, which counts once
+            found = {one.record.warm_up_seed: one for one in found.values()}
         evaluations = {seed: found[seed].evaluation for seed in sorted(found)}
         by_metric = {metric: {seed: one for seed, one in evaluations.items() if one.has(metric)} for metric in metrics}
         values = {m: {seed: one.mean(m) for seed, one in having.items()} for m, having in by_metric.items() if having}
@@ -142,33 +146,40 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
             intervals = next(iter(found.values())).evaluation.intervals(**over_problems)
         else:
             intervals = {
-                metric: results.seeds_interval(metric, [*by_seed.values()]) for metric, by_seed in values.items()
+                metric: results.seeds_interval(
+                    metric, [*by_seed.values()], rounding=_coarsest(by_metric[metric].values(), metric) ** 2 / 12
+                )
+                for metric, by_seed in values.items()
             }
         table[name] = {metric: Estimate(by_seed, intervals[metric]) for metric, by_seed in values.items()}
 
-    rows = []
+    rows, roundings, tests = [], [], []
     best = results.largest(metrics, "vote@", results.AT_BEST)
     compared_metrics = [*results.main_metrics(metrics), *([best] if best else [])]
     for arm, metric in product(runs.arms, compared_metrics):
         if baseline in (None, arm) or metric not in table[arm] or metric not in table[baseline]:
             continue
-        ours, theirs = table[arm][metric].by_seed, table[baseline][metric].by_seed
-        by_seed = {seed: ours[seed] - theirs[seed] for seed in ours if seed in theirs}
-        if by_seed:
-            pooled = [
-                np.sum([policies[name][seed].evaluation.metrics[metric] for seed in by_seed], axis=0)
-                for name in (arm, baseline)
-            ]
+        ours, theirs = (
+            {seed: one.evaluation for seed, one in sorted(policies[name].items()) if one.evaluation.has(metric)}
+            for name in (arm, baseline)
+        )
+        both = [seed for seed in ours if seed in theirs]
+        if both:
+            by_seed = {seed: ours[seed].mean(metric) - theirs[seed].mean(metric) for seed in both}
+            pooled = [np.sum([one[seed].metrics[metric] for seed in both], axis=0) for one in (ours, theirs)]
             paired, _ = results.paired_interval(metric, *pooled, **over_problems)
-            over_seeds = results.seeds_interval(metric, [*by_seed.values()], differences=True)
+            rounding = _coarsest([one[seed] for one in (ours, theirs) for seed in both], metric) ** 2 / 6
+            over_seeds = results.seeds_interval(metric, [*by_seed.values()], differences=True, rounding=rounding)
             rows.append((by_seed, paired if runs.is_one else over_seeds, arm, metric, paired))
-    p_values = np.array([mean_p_value(list(by_seed.values())) for by_seed, *_ in rows])
+            roundings.append(rounding)
+            tests.append(mean_p_value([*by_seed.values()], rounding=rounding))
+    p_values = np.array(tests)
     adjusted, tested = np.full(len(rows), math.nan), ~np.isnan(p_values)
     adjusted[tested] = holm(p_values[tested])
     level = LEVEL / max(int(tested.sum()), 1)
     differences = [
-        Difference(*row, float(p), float(q), detectable([*row[0].values()], level=level))
-        for row, p, q in zip(rows, p_values, adjusted, strict=True)
+        Difference(*row, float(p), float(q), detectable([*row[0].values()], level=level, rounding=one))
+        for row, p, q, one in zip(rows, p_values, adjusted, roundings, strict=True)
     ]
 
     again = [(one, Trained(one.record, one.record.summary["baseline"])) for one in runs.replicates.values()]
@@ -193,6 +204,10 @@ def compare(runs: RunSet, baseline: str | None = None) -> Comparison:
         from_baseline=_changes(runs, baseline) if baseline in runs.arms else {},
         matched=_matched(runs, baseline),
     )
+
+
+def _coarsest(evaluations: Iterable[Evaluation], metric: str) -> float:
+    return max(one.grain(metric) for one in evaluations)
 
 
 def _baseline(runs: RunSet, wanted: str | None) -> str | None:
@@ -230,7 +245,7 @@ def _matched(runs: RunSet, baseline: str | None) -> MatchedArms:
     values, last = [], []
     for seed in runs.seeds:
         collections = {arm: found[seed].lines("collection") for arm, found in runs.arms.items() if seed in found}
-        curves = {arm: lines[["reward", *MATCHED_MEASURES]].to_numpy(float) for arm, lines in collections.items()}
+        curves = {arm: lines[["accuracy", *MATCHED_MEASURES]].to_numpy(float) for arm, lines in collections.items()}
         matched = match_accuracy(curves, baseline)
         for arm, reason in matched.reasons.items():
             left_out.setdefault(arm, {})[seed] = reason

@@ -16,6 +16,7 @@ import pandas as pd
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from nemo_edo.config.run import ALGORITHMS
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import POOLED, main_metrics, metric_name, plain_name
 from nemo_edo.metrics import Interval
@@ -69,6 +70,10 @@ def write_report(found: RunSet, out: Path | None = None, baseline: str | None = 
     path = out or found.folder / "report.html"
     if path.suffix != ".html":
         raise UserError(f"{path}: a report's file ends in .html")
+    for suffix, first in {".json": '{\n "runs": [', ".csv": ",".join(COLUMNS[:2])}.items():
+        other = path.with_suffix(suffix)
+        if other.is_file() and not other.read_bytes().startswith(first.encode()):
+            raise UserError(f"{other} would be replaced, and no report has written it: choose another --out")
     comparison = compare(found, baseline)
     said = conclusions(comparison)
     texts = {".html": render(comparison, said, title=path.parent.name or "runs"), **numbers(comparison, said)}
@@ -162,8 +167,11 @@ def facts(comparison: Comparison) -> dict[str, str]:
         training = data.get("source") or data["train"]
         if setting(first, "data.test") is None and not data.get("source"):
             training = f"{data['arithmetic']['train_problems']} problems of the built-in task"
-        prompts, each = setting(first, "grpo.problems_per_iteration"), setting(first, "sampling.samples_per_prompt")
-        found["Training"] = f"{training}, {prompts or 'all'} prompts x {each} responses per iteration"
+        if (section := setting(first, "algorithm")) in ALGORITHMS:
+            keys = (f"{section}.problems_per_iteration", "sampling.samples_per_prompt")
+            prompts, each = (setting(first, key) for key in keys)
+            training += f", {prompts or 'all'} prompts x {each} responses per iteration"
+        found["Training"] = training
         found["Warm-up"] = f"{setting(first, 'sft.steps')} supervised steps"
     stopped = [
         f"{about['label']}{'' if comparison.is_one else f' (seed {record.seed})'} {about['stopped_early']}"

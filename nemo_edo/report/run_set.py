@@ -34,7 +34,8 @@ WITHOUT_EFFECT = (
 """Settings of an arm that change memory and speed, never the result."""
 MAY_DIFFER = (
     *("name", "experiment", "output_dir", "replicate_baseline", "seed", "train.seed", "threads", "parallelism"),
-    *("generation", "exp_manager", "checkpoint", "profile", "cluster"),
+    *("generation", "exp_manager", "checkpoint", "profile", "cluster", "search", "allow_changed", "data.allow_overlap"),
+    *("model.verify", "rewards.function_time_limit_s"),
     *("evaluation.every", "evaluation.bootstrap", "sft.micro_batch_size", "sft.micro_batch_tokens"),
     *("sft.packing", "sft.share_prompts", "model.attention", "model.loss_head", "model.seq_length"),
     # Guards that warn or end a run. Which steps are skipped is part of how an arm was trained.
@@ -53,7 +54,7 @@ REQUIRED_KEYS = {
 }
 """Required keys by kind of line in metrics.jsonl; the report ignores lines of other kinds."""
 NUMERIC_KEYS = (
-    *("step", "iteration", "loss", "reward", "entropy", "kl", "distinct_4", "well_formed", "exploration"),
+    *("step", "iteration", "loss", "reward", "accuracy", "entropy", "kl", "distinct_4", "well_formed", "exploration"),
     "floor_fraction",
 )
 
@@ -106,6 +107,11 @@ class RunRecord:
     @property
     def seed(self) -> int:
         return self.summary["seed"]
+
+    @property
+    def warm_up_seed(self) -> int:
+        """Runs that differ in ``train.seed`` alone share a warm-up."""
+        return self.config.get("seed", self.seed)
 
     def label(self, arm: str) -> str:
         if arm != START:
@@ -194,6 +200,8 @@ def lines_table(lines: list[dict[str, Any]]) -> pd.DataFrame:
     columns = dict.fromkeys(("kind", "arm", *NUMERIC_KEYS, "metrics", "final", "time", *frame.columns))
     frame = frame.reindex(columns=list(columns))
     frame[[*NUMERIC_KEYS]] = frame[[*NUMERIC_KEYS]].astype(float).replace([np.inf, -np.inf], np.nan)
+    # Earlier versions did not log it; most rewards are 0 or 1.
+    frame["accuracy"] = frame["accuracy"].fillna(frame["reward"])
     return frame
 
 
@@ -281,7 +289,9 @@ def read_runs(found: FoundRuns) -> RunSet:
     require_same_problems(evaluations)
     if len(records) == 1:
         arms = {name: {records[0].seed: Trained(records[0], name)} for name in records[0].arms}
-        labels = {name: records[0].label(name) for name in arms}
+        plain = {name: records[0].label(name) for name in arms}
+        several = {label for label, number in Counter(plain.values()).items() if number > 1}
+        labels = {name: f"{label} ({name})" if label in several else label for name, label in plain.items()}
     else:
         arms = _grouped(records)
         labels = {label: label for label in arms}

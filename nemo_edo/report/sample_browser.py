@@ -29,10 +29,10 @@ MOST_CHARACTERS = 600_000
 """The most packed data in a page, which is to stay under 2 MB."""
 LIKELY_RATIO = 25
 """Text is packed at most about this well: more than this times ``MOST_CHARACTERS`` is not tried."""
-_COLUMNS = ("problem_id", "sample_index", "text", "reward", "answer", "finished")
+_COLUMNS = ("problem_id", "sample_index", "text", "reward", "answer", "finished", "success_at")
 GREEDY = KINDS[0]
 Response = list
-"""[greedy, reward, finished, answer or None, text]."""
+"""[greedy, reward, finished, answer or None, text, right]."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:
             )
             return {}
         for row in store.read_table(iteration, _COLUMNS).sort_by("sample_index").to_pylist():
-            response = [kind == GREEDY, row["reward"], row["finished"], row["answer"], row["text"]]
+            right = row["finished"] and row["reward"] >= row["success_at"]
+            response = [kind == GREEDY, row["reward"], row["finished"], row["answer"], row["text"], right]
             found.setdefault(row["problem_id"], []).append(response)
     return found
 

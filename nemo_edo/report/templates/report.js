@@ -48,24 +48,24 @@ function make(tag, className, ...children) {  // text children stay text: nothin
   return node;
 }
 
-function shownResponse([greedy, reward, finished, answer, text]) {
-  const verdict = reward >= 1 ? "correct" : reward <= 0 ? "incorrect" : `reward ${reward}`;
+function shownResponse([greedy, reward, finished, answer, text, right]) {
+  const verdict = (right ? "correct" : "incorrect") + (reward === 0 || reward === 1 ? "" : `, reward ${reward}`);
   const marks = [greedy ? "greedy" : "sampled", verdict, finished ? "" : "truncated",
     answer === null ? "no answer" : `answer ${answer}`];
-  return make("div", `response ${reward >= 1 ? "right" : "wrong"}`,
+  return make("div", `response ${right ? "right" : "wrong"}`,
     make("span", "mark", marks.filter(Boolean).join(", ")), make("pre", "", text));
 }
 
 function share(responses) {
   const sampled = responses.filter(([greedy]) => !greedy);
-  return sampled.length ? sampled.filter((one) => one[1] >= 1).length / sampled.length : 0;
+  return sampled.length ? sampled.filter((one) => one[5]).length / sampled.length : 0;
 }
 
-const solved = (responses) => responses.some((one) => one[0] && one[1] >= 1);
+const solved = (responses) => responses.some((one) => one[0] && one[5]);
 const FILTERS = {
   all: () => true,
   alone: () => true,
-  wrong: (response) => response[1] < 1,
+  wrong: (response) => !response[5],
   truncated: (response) => !response[2],
 };
 

@@ -7,6 +7,7 @@ import pytest
 from nemo_edo.metrics import (
     Interval,
     bootstrap_ratio,
+    detectable,
     mean_interval,
     mean_p_value,
     paired_share_interval,
@@ -43,6 +44,18 @@ def test_the_mean_over_three_seeds_has_its_t_interval_and_one_seed_has_none():
 ])
 def test_the_p_value_of_a_mean_is_students(values, p):
     assert mean_p_value(values) == pytest.approx(p, abs=1e-12, nan_ok=True)
+
+
+def test_values_that_tie_at_a_step_of_a_coarse_metric_have_its_roundings_error():
+    """Three differences of one problem more of fifty; and what rounding means to fiftieths adds."""
+    tied, rounding, error = [0.02] * 3, 0.02**2 / 6, 0.02 / math.sqrt(18)
+    interval = mean_interval(tied, rounding=rounding)
+    assert interval.high - interval.mean == pytest.approx(4.302653 * error, rel=1e-6)
+    t = 0.02 / error
+    assert mean_p_value(tied, rounding=rounding) == pytest.approx(1 - t / math.sqrt(2 + t**2))
+    assert detectable(tied, rounding=rounding) > 0.02 > detectable(tied) == 0
+    means = np.random.default_rng(0).random(10_000)
+    assert np.var((means * 50).round() / 50 - means) == pytest.approx(0.02**2 / 12, rel=0.05)
 
 
 @pytest.mark.parametrize(("successes", "trials", "low", "high"), [

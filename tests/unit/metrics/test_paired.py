@@ -131,6 +131,15 @@ def test_one_problem_more_or_less_is_no_difference_and_ratios_weigh_problems_by_
     assert (interval.low, interval.mean, interval.high) == pytest.approx((0.25, 0.25, 0.25))
 
 
+@pytest.mark.parametrize("different", [1, 2, 5, 6, 9])
+def test_no_p_value_is_below_that_of_the_rarest_sign_pattern(different: int):
+    a, b = (np.arange(40) < different) * 0.9, np.zeros(40)
+    for problems in (different, 40):
+        ones = np.ones(problems)
+        _, p = paired_difference(a[:problems], ones, b[:problems], ones, resamples=9999, seed=0)
+        assert 2 ** (1 - different) <= p <= 1.3 * max(2 ** (1 - different), 0.05 if different < 6 else 0)
+
+
 def test_the_detectable_difference_is_found_with_probability_08():
     rng = np.random.default_rng(0)
     values = rng.standard_normal(5)

@@ -1,14 +1,17 @@
 """Estimates and differences, over problems in one run and over seeds in several, readings at matched accuracy,
 and no claim in words beyond an interval."""
 
+import json
 import math
 import re
+import shutil
 import statistics
 from pathlib import Path
 
 import matching_simulation as simulation
 import numpy as np
 import pytest
+import yaml
 from helpers.one_run import evaluation, one_run, settings
 from helpers.run_folder import write_run_folder
 
@@ -100,19 +103,19 @@ def test_cells_are_means_over_seeds_with_students_interval(runs, comparison: Com
     cell = comparison.table[FLOOR]["distinct_4"]
     found = values(runs, FLOOR, "distinct_4")
     assert list(cell.by_seed.values()) == pytest.approx(found, abs=1e-15)
-    assert cell.interval == mean_interval(found)
+    assert vars(cell.interval) == pytest.approx(vars(mean_interval(found)), abs=1e-6)  # but for the metric's rounding
     half = 4.302652729911275 * statistics.stdev(found) / math.sqrt(3)
-    assert cell.interval.high - cell.interval.low == pytest.approx(2 * half, rel=1e-9)
+    assert cell.interval.high - cell.interval.low == pytest.approx(2 * half, rel=1e-4)
     assert cell.band == (min(found), max(found))
 
 
 def test_differences_are_paired_by_common_seeds_and_one_of_them_shows_nothing(runs, comparison: Comparison):
     difference = comparison.difference(FLOOR, "entropy")
     pairs = zip(values(runs, FLOOR, "entropy"), values(runs, "GRPO", "entropy"), strict=True)
-    assert difference.interval == mean_interval([ours - theirs for ours, theirs in pairs])
+    assert vars(difference.interval) == pytest.approx(vars(mean_interval([a - b for a, b in pairs])), abs=1e-6)
     gaps = list(difference.by_seed.values())
     t = statistics.mean(gaps) / statistics.stdev(gaps) * math.sqrt(3)  # with two degrees of freedom:
-    assert difference.p_value == pytest.approx(1 - t / math.sqrt(2 + t**2), rel=1e-9)
+    assert difference.p_value == pytest.approx(1 - t / math.sqrt(2 + t**2), rel=1e-3)
     p_values = [d.p_value for d in comparison.differences if len(d.by_seed) == 3]
     assert [d.p_adjusted for d in comparison.differences if len(d.by_seed) == 3] == holm(p_values).tolist()
     assert difference.shown == (difference.p_adjusted < 0.05)
@@ -120,6 +123,25 @@ def test_differences_are_paired_by_common_seeds_and_one_of_them_shows_nothing(ru
     assert (list(alone.by_seed), alone.known, alone.shown) == ([1], False, False)
     assert next(iter(comparison.labels)) == START
     assert list(comparison.table[START]["greedy_accuracy"].by_seed) == list(SEEDS)  # once for each seed
+
+
+def test_seeds_that_tie_show_nothing_and_a_warm_up_that_they_share_counts_once(tmp_path):
+    for seed in SEEDS:
+        sizes = {"arms": ("grpo", "edo_floor"), "problems": 20, "iterations": 3}
+        folder = write_run_folder(tmp_path / f"{seed}", seed=seed, **sizes)
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        (folder / "config.yaml").write_text(yaml.safe_dump({**config, "seed": 1}))
+        for arm, right in (("grpo", 9), ("edo_floor", 10)):
+            path = folder / "evaluations" / f"{arm}.json"
+            record = json.loads(path.read_text())
+            record["metrics"]["greedy_accuracy"]["sum"] = [1.0] * right + [0.0] * (20 - right)
+            path.write_text(json.dumps(record))
+    found = compare(read_runs(find_runs([str(tmp_path)])))
+    tied = found.difference(FLOOR, "greedy_accuracy")
+    assert (tied.interval.mean, tied.shown) == (pytest.approx(0.05), False) and 0.01 < tied.p_value < 0.1
+    assert tied.interval.low < 0 and tied.detectable > 0.05
+    assert 0 < found.cell("GRPO", "greedy_accuracy").interval.low < 9 / 20
+    assert len(found.cell(START, "greedy_accuracy").by_seed) == 1
 
 
 def test_over_problems_the_seeds_are_pooled_and_pairs_kept(runs, comparison: Comparison):
@@ -144,6 +166,14 @@ def test_matched_values_are_those_of_each_seed_alone(runs, comparison: Compariso
             assert matched.last[measure][FLOOR].by_seed[seed] == curves[FLOOR][-1, 1 + place]
             gap = alone.values[FLOOR][place] - alone.values["GRPO"][place]
             assert matched.differences[measure][FLOOR].by_seed[seed] == pytest.approx(gap, abs=1e-15)
+
+
+def test_arms_are_matched_by_their_accuracy_whatever_scale_rewards_have(study: Path, tmp_path):
+    folder = shutil.copytree(study / "seed=1", tmp_path / "graded")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    graded = [line | {"accuracy": line["reward"], "reward": 9.0} if "reward" in line else line for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in graded))
+    assert compare(read_one_run(folder)).matched == compare(read_one_run(study / "seed=1")).matched
 
 
 def test_a_baseline_can_be_chosen_and_has_to_exist(runs, study: Path):

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.report import sample_browser as module
 from nemo_edo.report.comparison import compare
 from nemo_edo.report.conclusions import terminal_table
-from nemo_edo.report.page import COLUMNS, write_report
+from nemo_edo.report.page import COLUMNS, facts, write_report
 from nemo_edo.report.run_folders import find_runs
 from nemo_edo.report.run_set import one_run, read_runs
 from nemo_edo.report.sample_browser import SHOWN, read_trees, sample_browser, tree_record
@@ -101,11 +102,31 @@ def test_one_report_and_that_of_several_have_the_same_sections_and_the_runs_that
     assert "Time: train 27.0 s, log pi old 12.0 s, without a name 1.5 s, all runs together." in set_of_runs.text
 
 
+def test_the_facts_are_of_the_runs_algorithm_and_of_the_evaluations_that_are_stored(tmp_path):
+    folder = write_run_folder(tmp_path / "run", arms=("grpo",), **SIZES)
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    config |= {"algorithm": "idpo", "idpo": {**config["idpo"], "problems_per_iteration": 77}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    for path in (folder / "evaluations").glob("*.json"):  # again, with 2 x 5 samples
+        path.write_text(json.dumps({**json.loads(path.read_text()), "samples": 5}))
+    found = facts(compare(one_run(folder)))
+    assert ", 77 prompts x " in found["Training"] and "greedy and 2 x 5 responses each" in found["Test"]
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "algorithm": "sft"}))
+    assert "prompts" not in facts(compare(one_run(folder)))["Training"]
+
+
 def test_csv_and_json_have_the_table_with_every_seed(several: Path, tmp_path: Path):
     floor, alone = "ED-GRPO 0.3, floor -0.1", "ED-GRPO α=0.1"
     runs = read_runs(find_runs([str(several.parent)]))
     with pytest.raises(UserError, match="ends in .html"):
         write_report(runs, tmp_path / "report.csv")
+    run = several.parent / "seed_1"
+    for own in ("summary", "samples", "evaluations/grpo"):
+        with pytest.raises(UserError, match=f"{own}.json would be replaced"):
+            write_report(one_run(run), run / f"{own}.html")
+    (tmp_path / "table.csv").write_text("task,arm\n")
+    with pytest.raises(UserError, match="table.csv would be replaced"):
+        write_report(runs, tmp_path / "table.html")
     written = write_report(runs, tmp_path / "new" / "study.html", "GRPO")
     with written.path.with_suffix(".csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -130,9 +151,10 @@ def test_csv_and_json_have_the_table_with_every_seed(several: Path, tmp_path: Pa
 SAMPLED = 8
 
 
-def store(folder, arm: str, iteration: int, kind: str, each: int, text: str) -> None:
+def store(folder, arm: str, iteration: int, kind: str, each: int, text: str, success_at: float = 1.0) -> None:
     scored = [ScoredRollout(Rollout(f"test-{p}", s, (1,), (2,), (-1.0,), f"{text} p{p} s{s}", s % 3 > 0, 0, s),
-                            float(s % 2), str(s) if s else None, True, "") for p in range(3) for s in range(each)]
+                            float(s % 2), str(s) if s else None, True, "", success_at=success_at)
+              for p in range(3) for s in range(each)]
     RolloutStore(folder / "evaluations" / arm / kind).write(iteration, scored)
 
 
@@ -140,7 +162,7 @@ def store(folder, arm: str, iteration: int, kind: str, each: int, text: str) -> 
 def stored(tmp_path):
     """Three problems; one arm of four iterations, with responses of its final and of an earlier evaluation."""
     path = write_run_folder(tmp_path / "run", arms=("grpo",), iterations=4, problems=3)
-    store(path, "warmup", 0, "sampled", 2, "start")
+    store(path, "warmup", 0, "sampled", 2, "start", success_at=-1.0)  # as rewards.success_at says
     store(path, "grpo", 4, "greedy", 1, "best")
     store(path, "grpo", 4, "sampled", SAMPLED, "final")
     store(path, "grpo", 2, "sampled", SAMPLED, "earlier")
@@ -158,9 +180,10 @@ def test_every_problem_has_every_response_of_the_final_evaluations(stored):
         {"label": "Start (before RL)", "trained": False}, {"label": "GRPO", "trained": True}]
     assert [problem["id"] for problem in data["problems"]] == ["test-0", "test-1", "test-2"]
     start, grpo = data["problems"][1]["responses"]
-    assert grpo == [[True, 0.0, False, None, "best p1 s0"], *(
-        [False, float(s % 2), s % 3 > 0, str(s) if s else None, f"final p1 s{s}"] for s in range(SAMPLED))]
-    assert len(start) == 2
+    assert grpo == [[True, 0.0, False, None, "best p1 s0", False], *(
+        [False, float(s % 2), s % 3 > 0, str(s) if s else None, f"final p1 s{s}", s % 2 > 0 and s % 3 > 0]
+        for s in range(SAMPLED))]
+    assert [right for *_, right in start] == [False, True]  # the first one was cut off
     assert (found.problems, found.each, found.complete) == (3, SAMPLED, True)
 
 

@@ -82,7 +82,9 @@ def test_a_sweeps_members_are_those_that_it_lists_and_incomplete_ones_are_left_o
     *((change, ["GRPO"]) for change in (
         {"grpo__micro_batch_size": 3}, {"grpo__beta": 0}, {"threads": 4}, {"evaluation__bootstrap": 10},
         {"grpo__reference_placement": "resident"}, {"model__loss_head": "fused"}, {"guards__max_skipped_steps": 9},
-        {"train__seed": 7}, {"grpo__alpha": 0.0})),  # the default, null, stands for the summary's
+        {"train__seed": 7}, {"model__verify": False}, {"search__steps": 9}, {"allow_changed": ["data.test"]},
+        {"data__allow_overlap": True}, {"rewards__function_time_limit_s": 3.0},
+        {"grpo__alpha": 0.0})),  # the default, null, stands for the summary's
     ({"grpo__clip_high": 0.28}, ["GRPO, clip_high 0.2", "GRPO, clip_high 0.28"]),
     ({"arms": {"policy": {"optimizer": {"lr": 1.0}}}}, ["GRPO, optimizer.lr 1e-06", "GRPO, optimizer.lr 1.0"]),
     ({"sampling__temperature": 0.5}, ["GRPO, sampling.temperature 1.0", "GRPO, sampling.temperature 0.5"]),
@@ -135,6 +137,13 @@ def test_a_run_folder_reads_back_and_nulls_nans_and_lines_of_other_kinds_are_tol
     assert list(record.evaluations) == ["warmup", *record.arms] == ["warmup", "grpo", "edo_floor"]
     assert Trained(record, "edo_floor").lines("collection")["iteration"].tolist() == [0, 1, 2]
     assert compare(one_run(folder)).matched.accuracies
+
+
+def test_arms_of_one_run_with_one_label_have_their_names_too(tmp_path):
+    folder = write_run_folder(tmp_path / "run", alphas={"dr_grpo": 0.0}, iterations=3, problems=20)
+    labels = one_run(folder).labels
+    assert [labels["grpo"], labels["dr_grpo"]] == ["GRPO (grpo)", "GRPO (dr_grpo)"]
+    assert "(" not in labels["edo_floor"]
 
 
 LINE = "metrics.jsonl:2: "
