@@ -39,9 +39,12 @@ def _train(args: argparse.Namespace) -> int:
         sweep = plan_sweep(args.config_name, overrides, args.config_path)
         failures = run_sweep(sweep, jobs=args.jobs or 1, processes=args.processes or 1)
         _tell_failures(failures)
-        print(f"{len(sweep.cells) - len(failures)} of {len(sweep.cells)} runs have finished.")
+        left = sweep.left()
+        print(f"{len(sweep.cells) - len(left)} of {len(sweep.cells)} runs have finished.")
+        if len(left) > len(failures):
+            print(f"{len(left) - len(failures)} are in training by another command.")
         print(f"To write their report: nemo-edo report {shlex.quote(str(sweep.folder))}")
-        return 1 if failures else 0
+        return 1 if left else 0
     if args.jobs or args.processes:
         raise UserError("--jobs and --processes are for sweeps: add -m")
     from nemo_edo.config import RewardModelRunConfig

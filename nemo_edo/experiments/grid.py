@@ -195,11 +195,17 @@ class _Runner:
                     self.line.show("\n".join(f"{name}: {(end or ['starting'])[-1]}" for name, end in ends.items()))
 
     def close(self) -> None:
+        """Asks the cells in training to stop, and waits. One of them may just have finished."""
         self.line.close()
         for training in self.running:
             training.process.terminate()
-        for training in self.running:
-            training.process.wait()
+        try:
+            while self.running:
+                self._note_ends()
+                time.sleep(POLL_SECONDS)
+        finally:
+            for training in self.running:
+                training.process.wait()
 
     def _start_cells(self) -> bool:
         """Starts cells as far as there is room, and returns whether one waits for a warm-up in training."""
@@ -250,14 +256,15 @@ class _Runner:
             status = training.process.poll()  # which adds an ended process to the usage of the children
             if status is not None:
                 news = True
-                self.running.remove(training)
-                self.durations.append(time.monotonic() - training.begun)
                 after = resource.getrusage(resource.RUSAGE_CHILDREN)
                 cpu_seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
                 log = self.grid.log(cell)
                 if not self.grid.record(cell, status, cpu_seconds):
                     self.failures.append(FailedCell(cell, status, log))
-                outcome = f"failed with status {status}" if status else "finished"
+                self.running.remove(training)  # only now: where a stop comes before, ``close`` records it
+                self.durations.append(time.monotonic() - training.begun)
+                ended = {0: "finished", os.EX_TEMPFAIL: "stopped"}
+                outcome = ended.get(status, f"failed with status {status}")
                 parts = [f"{cell.name}: {outcome} after {self.durations[-1] / 60:.1f} min"]
                 means = dict(_OF_AN_EVALUATION.findall(_end_of(log)))
                 if means and not status:

@@ -161,6 +161,11 @@ class Study(Grid):
                 cfg = cell.cfg
             except ConfigError as error:
                 raise ConfigError(f"{cell.name}: {error}") from error
+            if self.held_out and not cfg.evaluation.tuning_problems:
+                raise ConfigError(
+                    f"{cell.name}: held_out is true, and policies are compared at the temperature that is best on "
+                    "training problems: set evaluation.tuning_problems"
+                )
             if len(cfg.arms) != 1 or not cfg.sft.steps:
                 has = f"this one has {list(cfg.arms)} and sft.steps={cfg.sft.steps}"
                 raise ConfigError(f"{cell.name}: a cell has one arm and a warm-up, and {has}")
@@ -174,11 +179,13 @@ class Study(Grid):
         return {study_table.cell_of(row) for row in study_table.read_rows(self.table)}
 
     def left(self) -> list[Cell]:
-        """``unfinished``, and before the first cell of a warm-up the start, unless its run is finished."""
+        """``unfinished``, and before the first cell of a warm-up the start, unless its run is finished and recorded."""
         found: dict[Cell, None] = {}
+        recorded = self._recorded()
         for cell in self.unfinished():
             start = self.start(cell.task, cell.warm_up_seed)
-            found |= dict.fromkeys([cell] if self.run_folder(start).is_finished else [start, cell])
+            is_done = start.key in recorded and self.run_folder(start).is_finished
+            found |= dict.fromkeys([cell] if is_done else [start, cell])
         return list(found)
 
     def donors(self, cell: StudyCell) -> list[Cell]:
@@ -317,9 +324,13 @@ def _mistakes(study: Study) -> Iterator[str]:
         yield f"baselines has {name!r}, which is no arm{did_you_mean(str(name), study.arms)}"
     if study.held_out and (not study.baselines or not set(study.arms) - set(study.baselines)):
         yield "held_out is true, so that it needs baselines, and an arm that is none"
+    if study.held_out and len(study.seeds) < 2:
+        yield f"seeds is {study.seeds}, expected at least two where held_out is true"
     for name, arm in study.arms.items():
         if not 0 <= arm.first_seeds <= len(study.seeds):
             yield f"arms.{name}.first_seeds is {arm.first_seeds}, expected at most the {len(study.seeds)} of seeds"
+        if study.held_out and 0 < arm.first_seeds < len(study.seeds):
+            yield f"arms.{name}.first_seeds is {arm.first_seeds}, expected all seeds where held_out is true"
         if study.held_out and len(arm.doses) > 1:
             yield f"arms.{name}.doses is {arm.doses}, expected one dose where held_out is true"
         if len({f"{dose:g}" for dose in arm.doses if isinstance(dose, int | float)}) < len(arm.doses):

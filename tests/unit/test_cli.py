@@ -85,25 +85,30 @@ def test_a_config_without_a_run_is_evaluated_or_searched_with_its_model(
 
 @pytest.fixture
 def swept(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """The arguments of ``run_sweep``. Its first member fails where "fails" is set."""
+    """The arguments of ``run_sweep``, whose first member fails where "fails" is set; "left" have not finished."""
     from nemo_edo.experiments import sweep as sweeps
 
-    called = {"fails": False}
+    called = {"fails": False, "left": 0}
 
     def run_sweep(sweep, *, jobs: int, processes: int):
         called.update(members=[cell.name for cell in sweep.cells], jobs=jobs, processes=processes)
         return [sweeps.FailedCell(sweep.cells[0], 3, Path("its.log"))] if called["fails"] else []
 
     monkeypatch.setattr(sweeps, "run_sweep", run_sweep)
+    monkeypatch.setattr(sweeps.SweepGrid, "left", lambda sweep: sweep.cells[: called["left"]])
     monkeypatch.delenv("RANK", raising=False)
     return called
 
 
 def test_a_failed_member_is_named_with_its_log_and_a_sweep_under_torchrun_is_refused(swept, monkeypatch, capsys):
-    swept["fails"] = True
+    swept.update(fails=True, left=1)
     assert main(["train", "-m", "seed=1,2"]) == 1
     shown = capsys.readouterr()
     assert all(part in shown.err for part in ("seed=1 ", "status 3", "its.log")) and "1 of 2" in shown.out
+    assert "another command" not in shown.out
+    swept.update(fails=False, left=2)
+    assert main(["train", "-m", "seed=1,2"]) == 1
+    assert "0 of 2 runs have finished.\n2 are in training by another command." in capsys.readouterr().out
     monkeypatch.setenv("RANK", "0")  # torchrun's
     assert main(["train", "-m", "seed=1,2"]) == 2
     assert "--processes N" in capsys.readouterr().err

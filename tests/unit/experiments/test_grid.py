@@ -121,6 +121,22 @@ def test_a_stopped_grid_stops_its_cells(tmp_path: Path, sent: signal.Signals):
     assert not (tmp_path / "later.started").exists()
 
 
+def test_a_cell_that_has_finished_is_recorded_although_the_grid_is_stopped_meanwhile(tmp_path: Path):
+    grid, recorded = Stands(tmp_path, "a", "slow"), []
+
+    def record(cell: Cell, status: int, cpu_seconds: float) -> bool:
+        if not recorded:
+            recorded.append("begun")
+            raise KeyboardInterrupt
+        recorded.append((cell.name, status))
+        return status == 0
+
+    grid.record = record
+    with pytest.raises(RunStopped):
+        run_grid(grid, jobs=2)
+    assert sorted(recorded[1:]) == [("a", 0), ("slow", -signal.SIGTERM)]
+
+
 @pytest.mark.parametrize(("swept", "same"), [
     ("grpo.alpha=0,0.1", True), ("arms=[grpo],[noise]", True), ("checkpoint.keep=1,2", True),
     ("sft.steps=5,6", False), ("model.seq_length=64,65", False), ("data.arithmetic.max_operand=8,9", False),

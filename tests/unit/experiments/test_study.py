@@ -88,6 +88,9 @@ def test_seeds_take_the_warm_ups_in_turn_and_train_with_their_own_samples(writte
     ({"held_out": True, "arms": {"grpo": {}}, "baselines": ["grpo"]}, "and an arm that is none"),
     ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "x": {"dose": "alpha", "doses": [0.1, 0.2]}}},
      "arms.x.doses is .0.1, 0.2."),
+    ({"held_out": True, "baselines": ["grpo"], "seeds": [1]}, "seeds is .1., expected at least two where held_out"),
+    ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "replicate": {"first_seeds": 1}}},
+     "arms.replicate.first_seeds is 1, expected all seeds"),
 ])
 def test_a_wrong_file_is_an_error_that_names_the_key(written, changes, message: str):
     with pytest.raises(UserError, match=message):
@@ -99,6 +102,8 @@ def test_a_wrong_file_is_an_error_that_names_the_key(written, changes, message: 
     ({"arms": {"grpoo": {}}}, "sums,grpoo,seed=1: .*no config grpoo in group arm"),
     ({"arms": {"several": {"arm": "controls"}}}, "a cell has one arm and a warm-up"),
     ({"settings": ["sft.steps=0"]}, "a cell has one arm and a warm-up"),
+    ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "replicate": {}}, "seeds": [1, 2],
+      "settings": ["evaluation.tuning_problems=0"]}, "sums,.*: held_out .* set evaluation.tuning_problems"),
 ])
 def test_what_cannot_be_trained_is_refused_before_any_cell(written, changes, message: str):
     with pytest.raises(ConfigError, match=message):
@@ -179,5 +184,10 @@ def test_starts_are_run_before_the_first_of_their_cells_and_again_only_for_cells
     assert names == ["sums,warmup,seed=1", "sums,grpo,seed=1", "gcd,warmup,seed=1", "gcd,grpo,seed=1"]
     append_rows(study.table, [row(study.start("sums", 1)), row(study.start("gcd", 1)), row(study.cells[0])])
     assert [cell.name for cell in study.left()] == names[2:]
+    for task in ("sums", "gcd"):
+        study.run_folder(study.start(task, 1)).write_json("summary.json", {})
+    assert [cell.name for cell in study.left()] == names[3:]
+    study.table.write_text("".join(line for line in study.table.open() if not line.startswith("gcd,warmup")))
+    assert [cell.name for cell in study.left()] == names[2:]  # it was killed before its row was written
     assert study.donors(study.cells[1]) == [study.start("gcd", 1)]
     assert study.cells[1].warm_up == study.start("gcd", 1).warm_up != study.cells[0].warm_up
