@@ -7,10 +7,13 @@ know about it, so ``Run`` reads it anew each time, also while the run is in prog
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +29,7 @@ from nemo_edo.evaluation.results import main_metrics, paired_interval, require_s
 from nemo_edo.experiments.grid import train_command
 from nemo_edo.experiments.sweep import plan_sweep, run_sweep
 from nemo_edo.report.run_folders import SWEEP, sweep_members
+from nemo_edo.run.control import OUTCOME, VARIABLE, status_of
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import CONFIG, METRICS
 from nemo_edo.utils.processes import end_with
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
 KINDS = ("collection", "evaluation", "train_step", "sft_step")
 """Kinds of lines of metrics.jsonl, in the order in which ``plot`` looks for a measurement."""
-LAST_LINES = 60
+LAST_LINES = 100
 """The number of lines that a failed run has printed, in the error."""
 
 
@@ -62,12 +66,17 @@ def train(
     cfg = compose_run(config_name, given, folder)
     status, last = _run(train_command(config_name, given, folder, processes))
     said = "\n".join(last)
+
+    def message(after: str) -> str:
+        """The run's last one. Behind it torchrun says what it thinks of its processes."""
+        return re.split(r"\n(?=[EW]\d{4} |Traceback )", said.rpartition(after)[2])[0]
+
     if status == 2:
-        raise UserError(said.rpartition("nemo-edo: error: ")[2])
+        raise UserError(message("nemo-edo: error: "))
     if status == 3:
         raise StoppedByGuard(said)
     if status == os.EX_TEMPFAIL:
-        raise RunStopped(f"{last[-1].removeprefix('nemo-edo: ')}")
+        raise RunStopped(message("nemo-edo: "))
     if status:
         raise RuntimeError(f"the run ended with status {status}; its last lines:\n{said}")
     return Run(Path(cfg.output_dir) / cfg.name)
@@ -198,29 +207,30 @@ class Run:
         import pandas as pd
 
         here, there = (run._stored.folder.evaluations(run._stored.policies) for run in (self, other or self))
-        pairs = [(name, name) for name in here if name in there] if other else [
-            (self.arms[0], name) for name in self.arms[1:] if name in here]  # fmt: skip
+        pairs = [(name, name) for name in here] if other else [(self.arms[0], name) for name in self.arms[1:]]
+        pairs = [(one, two) for one, two in pairs if one in here and two in there]
         rows, random = [], {"resamples": self.config.evaluation.bootstrap, "seed": self.config.seed}
         for one, two in pairs:
             a, b = here[one], there[two]
             require_same_problems({"here": a, "there": b})
-            for metric in main_metrics([name for name in a.metrics if name in b.metrics]):
+            for metric in main_metrics([name for name in a.metrics if a.has(name) and b.has(name)]):
                 interval, _ = paired_interval(metric, b.metrics[metric], a.metrics[metric], **random)
                 rows.append((two, metric, a.mean(metric), b.mean(metric), *vars(interval).values()))
         return pd.DataFrame(rows, columns=["arm", "metric", "here", "there", "difference", "low", "high"])
 
     def plot(self, metric: str = "reward", kind: str | None = None, arms: Sequence[str] | None = None) -> go.Figure:
         """A measurement over the training, a line for each arm. kind: of the lines that have it; None: the first of
-        ``KINDS`` that does. Raises UserError for a measurement that was not logged."""
+        ``KINDS`` that does, or another. Raises UserError for a measurement that was not logged."""
         import plotly.graph_objects as go
 
         from nemo_edo.report.plotting import COLORS
 
         frame = self.metrics
-        if metric not in frame:
+        if metric not in frame or frame[metric].isna().all():
             raise UserError(f"{self.folder / METRICS} has no {metric!r}{did_you_mean(metric, frame.columns)}")
         frame = frame[frame[metric].notna()]
-        kind = kind or next(one for one in KINDS if (frame["kind"] == one).any())
+        kinds = frame["kind"].unique()
+        kind = kind or next((one for one in KINDS if one in kinds), kinds[0])
         axis = "step" if kind.endswith("_step") else "iteration"
         titles = {"title": f"{self.name}: {metric} ({kind})", "xaxis_title": axis, "yaxis_title": metric}
         figure = go.Figure(layout=titles)
@@ -228,7 +238,7 @@ class Run:
         for place, arm in enumerate(arms or frame["arm"].unique()):
             line = frame[frame["arm"] == arm]
             color = {"color": COLORS[place % len(COLORS)]}
-            figure.add_scatter(x=line[axis], y=line[metric], name=arm, mode="lines+markers", line=color)
+            figure.add_scatter(x=line.get(axis), y=line[metric], name=arm, mode="lines+markers", line=color)
         return figure
 
 
@@ -279,7 +289,7 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
     """Runs a command, shows what it prints, and returns its status and its last lines. An interrupt is handed on: the
     command saves its state and ends."""
     kernel, last = os.getpid(), deque(maxlen=LAST_LINES)
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    told = Path(tempfile.mkdtemp(prefix="nemo_edo_"), OUTCOME)
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -287,7 +297,7 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment,
+        env={**os.environ, "PYTHONUNBUFFERED": "1", VARIABLE: str(told.parent)},
         start_new_session=True,  # an interrupt of the kernel reaches it once, from here
         preexec_fn=lambda: end_with(kernel),
     ) as process:
@@ -296,6 +306,14 @@ def _run(command: list[str]) -> tuple[int, list[str]]:
                 for line in process.stdout:
                     sys.stdout.write(line)
                     last.append(line.rstrip())
-                return process.wait(), list(last) or [""]
+                status = process.wait()
+                break
             except KeyboardInterrupt:
                 process.send_signal(signal.SIGINT)
+    if told.is_file():
+        if status == 1:  # torchrun has 1 for whatever status its processes have
+            status = status_of(told.read_text(encoding="utf-8"))
+        told.unlink()
+    with contextlib.suppress(OSError):  # the stacks of a run that stalled stay there
+        told.parent.rmdir()
+    return status, list(last) or [""]

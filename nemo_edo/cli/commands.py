@@ -16,7 +16,7 @@ from nemo_edo.checks.installed import about, what_trainer_lacks
 from nemo_edo.cli.arguments import parse
 from nemo_edo.config.shipped import shipped_configs
 from nemo_edo.errors import CANNOT_WRITE, RunStopped, StoppedByGuard, UserError, WorkerFailed
-from nemo_edo.run.control import FINISHED, STOPPED, tell_outcome
+from nemo_edo.run.control import outcome_of, tell_outcome
 from nemo_edo.utils.processes import end_with_torchrun
 from nemo_edo.utils.ranks import check_ranks
 from nemo_edo.utils.wording import printable
@@ -284,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
 
         dismiss(met_only=status != 0)
     if status != 1 or args.command not in WITH_WORKERS:  # a job whose run has lost a worker is queued again
-        tell_outcome({0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}"))
+        tell_outcome(outcome_of(status))
     return status
 
 

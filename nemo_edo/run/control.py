@@ -27,6 +27,16 @@ def stop_is_asked() -> bool:
     return folder is not None and (folder / STOP).exists()
 
 
+def outcome_of(status: int) -> str:
+    """What a job is told of a run that ended with an exit status."""
+    return {0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}")
+
+
+def status_of(outcome: str) -> int:
+    """The exit status of ``outcome_of``'s text; 1 of any other."""
+    return next((status for status in range(256) if outcome_of(status) == outcome.strip()), 1)
+
+
 def tell_outcome(outcome: str) -> None:
     """Tells the job how its run came out, where there is a job."""
     folder = control_folder()

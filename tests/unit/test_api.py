@@ -48,6 +48,44 @@ def test_each_end_of_a_training_is_its_exception_and_what_it_printed_was_shown(
     assert capsys.readouterr().out == f"first\n{line}\n"
 
 
+def test_torchruns_status_of_1_is_what_the_run_has_told_and_torchruns_lines_are_no_part_of_its_message(monkeypatch):
+    ends(monkeypatch, """
+import sys
+from nemo_edo.run.control import outcome_of, tell_outcome
+tell_outcome(outcome_of(2))
+print("nemo-edo: error: data.train: no such file\\n  of two lines\\nE1128 18:51:05.2 7 torch/distributed: failed")
+print("Traceback (most recent call last):")
+sys.exit(1)""")
+    with pytest.raises(UserError, match="^data.train: no such file\n  of two lines$"):
+        edo.train("quickstart", processes=2)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> edo.Run:
+    shares = {arm: {"greedy_accuracy": [0.0, 1.0], "vote@10": [0.0, 1.0]} for arm in ("warmup", "a", "b")}
+    lines = [{"kind": "phases", "arm": "a", "time": {"wall_s": 1.5, "elapsed_s": 2.0}}]
+    cfg = compose_run("quickstart", ["~arms", "+arms={a: {}, b: {alpha: 0.5}}", "replicate_baseline=false"])
+    return edo.load(write_experiment_run(tmp_path / "run", cfg, shares, lines))
+
+
+def test_what_one_policy_lacks_is_not_compared(finished: edo.Run):
+    path = finished.folder / "evaluations" / "b.json"
+    assert [*finished.compare()["metric"]] == ["greedy_accuracy", "vote@10"]
+    text = path.read_text().replace('"count": [1, 1]', '"count": [0, 0]', 1)
+    path.write_text(text.replace("[0.0, 1.0]", "[0, 0]", 1))
+    assert [*finished.compare()["metric"]] == ["vote@10"]  # a judge has no verdict on any
+    (finished.folder / "evaluations" / "a.json").unlink()
+    assert len(finished.compare()) == 0
+    assert {*finished.compare(finished)["arm"]} == {"warmup", "b"}
+
+
+def test_any_number_that_was_logged_can_be_plotted(finished: edo.Run):
+    [line] = finished.plot("wall_s").data
+    assert (line.name, [*line.y]) == ("a", [1.5])
+    with pytest.raises(UserError, match="has no 'wal_s'; did you mean wall_s"):
+        finished.plot("wal_s")
+
+
 def test_an_interrupt_of_the_kernel_is_handed_on_and_waited_for(monkeypatch, tmp_path: Path):
     ends(monkeypatch, f"""
 import signal, sys, time
