@@ -174,9 +174,10 @@ def facts(comparison: Comparison) -> dict[str, str]:
         found["Training"] = training
         found["Warm-up"] = f"{setting(first, 'sft.steps')} supervised steps"
     stopped = [
-        f"{about['label']}{'' if comparison.is_one else f' (seed {record.seed})'} {about['stopped_early']}"
+        f"{comparison.labels.get(name, about['label'])}"
+        f"{'' if comparison.is_one else f' (seed {record.seed})'} {about['stopped_early']}"
         for record in records
-        for about in record.summary["arms"].values()
+        for name, about in record.summary["arms"].items()
         if "stopped_early" in about
     ]
     if stopped:

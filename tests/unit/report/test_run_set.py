@@ -1,5 +1,6 @@
 """Run folders read back, which runs a report is about, and which arms of theirs are the same."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from helpers.run_folder import write_run_folder
 
 from nemo_edo.errors import UserError
 from nemo_edo.report.comparison import compare
+from nemo_edo.report.page import facts
 from nemo_edo.report.run_folders import find_runs
 from nemo_edo.report.run_set import SEARCH_EVALUATION, Trained, one_run, read_run, read_runs
 from nemo_edo.run_folder import RunFolder
@@ -144,6 +146,10 @@ def test_arms_of_one_run_with_one_label_have_their_names_too(tmp_path):
     labels = one_run(folder).labels
     assert [labels["grpo"], labels["dr_grpo"]] == ["GRPO (grpo)", "GRPO (dr_grpo)"]
     assert "(" not in labels["edo_floor"]
+    summary = json.loads((folder / "summary.json").read_text())
+    summary["arms"]["dr_grpo"]["stopped_early"] = "stopped"
+    (folder / "summary.json").write_text(json.dumps(summary))
+    assert facts(compare(one_run(folder)))["Stopped early"] == "GRPO (dr_grpo) stopped"
 
 
 LINE = "metrics.jsonl:2: "
