@@ -251,14 +251,8 @@ def write_snapshot(launch: Launch) -> None:
         _write(members / f"{place}.yaml", member.config)
         arguments = member.arguments or ("train", "--config-path", str(members), "--config-name", str(place))
         _write(members / f"{place}.json", json.dumps(arguments))
-    # A member's place is another once the sweep has grown, and what finished otherwise is finished, too.
-    finished = launch.folder / "finished"
-    finished.mkdir(exist_ok=True)
-    for place in range(len(launch.members)):
-        if place in launch.waiting:
-            (finished / str(place)).unlink(missing_ok=True)
-        else:
-            (finished / str(place)).touch()
+    for place in launch.waiting:  # what was finished under this name and is to run again, such as a selftest
+        (launch.folder / "finished" / str(place)).unlink(missing_ok=True)
     _write(launch.folder / "job.sh", script(launch, "job.sh.j2"))
     if launch.sweep:
         names = {place: member.run.name for place, member in enumerate(launch.members)}

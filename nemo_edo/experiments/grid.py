@@ -317,6 +317,14 @@ def _has_warm_up_of(source: RunFolder, config: str) -> bool:
     return there == here
 
 
+def link(there: str | Path, here: str | Path) -> None:
+    """A copy where the file system has no links."""
+    try:
+        os.link(there, here)
+    except OSError:
+        shutil.copy2(there, here)
+
+
 def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
     """Makes the folder of a run that has not begun, as if it had been stopped right after the source's warm-up and
     its evaluation. Their files are never written again once they are there, so that links do."""
@@ -326,9 +334,9 @@ def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
         there, here = source.path / name, new.path / name
         here.parent.mkdir(parents=True, exist_ok=True)
         if there.is_dir():
-            shutil.copytree(there, here, copy_function=os.link)
+            shutil.copytree(there, here, copy_function=link)
         elif there.is_file():
-            os.link(there, here)
+            link(there, here)
     journal = {stage: notes for stage, notes in source.journal().items() if stage in ("files", START)}
     noted = journal["files"].get("inputs", {})
     journal["files"]["inputs"] = {key: one for key, one in noted.items() if key.split(".")[0] not in AFTER_THE_WARM_UP}

@@ -179,13 +179,11 @@ class Study(Grid):
         return {study_table.cell_of(row) for row in study_table.read_rows(self.table)}
 
     def left(self) -> list[Cell]:
-        """``unfinished``, and before the first cell of a warm-up the start, unless its run is finished and recorded."""
+        """``unfinished``, and before the first cell of a warm-up the start, unless its run is finished."""
         found: dict[Cell, None] = {}
-        recorded = self._recorded()
         for cell in self.unfinished():
             start = self.start(cell.task, cell.warm_up_seed)
-            is_done = start.key in recorded and self.run_folder(start).is_finished
-            found |= dict.fromkeys([cell] if is_done else [start, cell])
+            found |= dict.fromkeys([cell] if self.run_folder(start).is_finished else [start, cell])
         return list(found)
 
     def donors(self, cell: StudyCell) -> list[Cell]:
@@ -197,7 +195,8 @@ class Study(Grid):
         folder, is_start = self.run_folder(cell), cell.arm == START
         if status == STOPPED_BY_GUARD and not is_start:
             [*_, reason] = re.findall(r"stopped by a guard: (.*)", self.log(cell).read_text(encoding="utf-8"))
-            commit = _commit(self.run_folder(self.start(cell.task, cell.warm_up_seed)))
+            start = self.run_folder(self.start(cell.task, cell.warm_up_seed))  # which a guard may have stopped, too
+            commit = _commit(start) if start.is_finished else ""
             row = study_table.stopped_row(cell.key, cell.cfg, cpu_seconds, commit, reason)
             study_table.append_rows(self.table, [row])
         elif status:

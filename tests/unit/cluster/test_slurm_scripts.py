@@ -181,21 +181,6 @@ def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
     assert done.returncode == 0, "it ran what the folder of its steps has: " + done.stderr
 
 
-def test_a_sweep_that_grew_has_its_finished_members_where_they_are_now(tmp_path):
-    given = ["cluster=slurm", f"output_dir={tmp_path}"]
-    first = launching.plan("quickstart", [*given, "seed=2,3"], None, multirun=True)
-    launching.write_snapshot(first)
-    (first.folder / "finished").mkdir(exist_ok=True)
-    (first.folder / "finished" / "0").touch()
-    done = first.members[0].run
-    done.mkdir()
-    (done / "config.yaml").write_text(first.members[0].config)
-    (done / "summary.json").touch()
-    grown = launching.plan("quickstart", [*given, "seed=1,2,3"], None, multirun=True)
-    launching.write_snapshot(grown)
-    assert [path.name for path in (grown.folder / "finished").iterdir()] == ["1"]
-
-
 def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_tells_its_time_and_writes_nothing(
         tmp_path, capsys, monkeypatch):
     given = [*GRPO, "cluster.nodes=2", "generation=megatron", f"output_dir={tmp_path}", "cluster.time_limit=04:00:00"]

@@ -176,6 +176,9 @@ def test_a_training_that_a_guard_stopped_has_a_row_that_says_why_and_any_other_f
     [row] = read_rows(study.table)
     assert (cell_of(row), row["note"], row["commit"]) == (cell.key, "grpo, not finite", "abc")
     assert last_rows([row], "best") == {cell.key: row}
+    (study.folder / study.start("sums", 1).name / "summary.json").unlink()  # the guard has stopped its start, too
+    study.log(other).write_text("nemo-edo: stopped by a guard: warmup, not finite\n")
+    assert study.record(other, 3, 1.0) and read_rows(study.table)[1]["commit"] == ""
 
 
 def test_starts_are_run_before_the_first_of_their_cells_and_again_only_for_cells_that_are_left(written):
@@ -187,7 +190,5 @@ def test_starts_are_run_before_the_first_of_their_cells_and_again_only_for_cells
     for task in ("sums", "gcd"):
         study.run_folder(study.start(task, 1)).write_json("summary.json", {})
     assert [cell.name for cell in study.left()] == names[3:]
-    study.table.write_text("".join(line for line in study.table.open() if not line.startswith("gcd,warmup")))
-    assert [cell.name for cell in study.left()] == names[2:]  # it was killed before its row was written
     assert study.donors(study.cells[1]) == [study.start("gcd", 1)]
     assert study.cells[1].warm_up == study.start("gcd", 1).warm_up != study.cells[0].warm_up
