@@ -118,7 +118,8 @@ def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: 
     monkeypatch.setattr(nemo_edo.search, "job", Jobs(), raising=False)
     monkeypatch.setattr(train_reward_model, "train_reward_model", lambda cfg: None)
     monkeypatch.setattr(process_reward, "score_run", lambda run, model, name, arm, tokenizer, cfg: [])
-    monkeypatch.setattr(sweep, "run_sweep", lambda sweep, jobs, processes: [])
+    monkeypatch.setattr(sweep, "run_sweep", lambda planned, jobs, processes: monkeypatch.setattr(
+        sweep.SweepGrid, "left", lambda self: []) or [])
     monkeypatch.setattr(study, "run_study", lambda study, jobs: [])
     monkeypatch.setattr(study.Study, "unfinished", lambda self: [])
     monkeypatch.setattr(nemo_edo.checks.selftest, "selftest", lambda folder, groups: True)
