@@ -42,7 +42,7 @@ def test_an_iterations_rollouts_are_on_disk_before_its_first_step_and_are_what_i
 
 
 def test_an_iterations_samples_are_freed_before_the_next_ones_are_generated(fake_iteration, monkeypatch):
-    run, kept = fake_iteration(iterations=3), []
+    run, kept = fake_iteration(iterations=3, epochs=2), []
     build, generate = run.services.objective.build, run.services.engine.generate
 
     def building(_, scored, *more):
