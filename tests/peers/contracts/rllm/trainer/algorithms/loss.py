@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 RLLM_LOSS_REGISTRY: dict[str, Callable] = {}
+RLLM_LOSS_AGG_MODE: dict[str, str] = {}
 
 
 @dataclass
@@ -16,9 +17,12 @@ class LossContext:
     obs_mask: Tensor
     aggregate: Callable[..., Tensor]
     params: dict[str, Any] = field(default_factory=dict)
+    backend: str = ""
 
 
 def register_loss(name: str, *, agg_mode: str | None = None) -> Callable:
+    if agg_mode is not None:
+        RLLM_LOSS_AGG_MODE[name] = agg_mode  # the aggregation wherever ``name`` is the configured loss
     return lambda loss: RLLM_LOSS_REGISTRY.setdefault(name, loss)
 
 
@@ -34,3 +38,8 @@ def ppo_clip(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     ratio = (ctx.logp_curr - ctx.logp_old).exp()
     worst = (ratio * ctx.advantages).minimum(ratio.clamp(1 - clip, 1 + clip) * ctx.advantages)
     return ctx.aggregate(-worst, ctx.action_mask), {"ppo/clip_frac": 0.0}
+
+
+@register_loss("gspo", agg_mode="seq-mean-token-mean")
+def gspo(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
+    return ppo_clip(ctx)

@@ -1,3 +1,7 @@
+def off_policy_correction_enabled(off_policy_correction):
+    return off_policy_correction.tis_ratio_type is not None
+
+
 def apply_off_policy_correction(loss, old_log_probs, rollout_logprobs, loss_mask, off_policy_correction):
     """A cap of the sampler's mismatch, as the ratio of tokens."""
     if rollout_logprobs is not None:
