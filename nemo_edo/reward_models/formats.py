@@ -71,6 +71,7 @@ def split_steps(text: str, separator: str, *, keep_blanks: bool = False) -> tupl
 
 class QwenFormat:
     separator = "\n\n"  # the default separator of two steps of a response
+    keeps_blanks = False  # whether blank steps are part of the next one (``split_steps``)
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -101,6 +102,7 @@ class QwenFormat:
 
 class SkyworkFormat:
     separator = "\n"
+    keeps_blanks = True
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
@@ -122,6 +124,8 @@ class SkyworkFormat:
 
 class OwnFormat:
     """Encodes question and steps separately, so that the tokens of a path are a prefix of those of every extension."""
+
+    keeps_blanks = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, settings: OwnSettings) -> None:
         self._tokenizer = tokenizer

@@ -22,7 +22,6 @@ from nemo_edo.reward_models.formats import (
     Encoded,
     RewardFolder,
     RewardFormat,
-    SkyworkFormat,
     load_format,
     read_reward_folder,
     split_steps,
@@ -110,7 +109,7 @@ def encode_responses(
 ) -> list[list[Encoded]]:
     """Responses as a reward model's input. questions: problem id -> text. separator: of steps; None: the format's."""
     separator = separator or form.separator
-    each_steps = (split_steps(r.text, separator, keep_blanks=isinstance(form, SkyworkFormat)) for r in rollouts)
+    each_steps = (split_steps(r.text, separator, keep_blanks=form.keeps_blanks) for r in rollouts)
     # A response without steps has a single empty one, so that it has a score.
     return [
         form.encode(StepPath(questions[r.problem_id], steps or ("",)))
