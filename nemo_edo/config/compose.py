@@ -159,19 +159,19 @@ def _built(node: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:
     """The dataclass of merged values, its sections first. Raises ConfigError for what a section's checks refuse."""
     values = {}
     for name in node:
+        key = f"{prefix}{name}"
         try:
             value = node[name]
             if isinstance(value, DictConfig) and is_dataclass(OmegaConf.get_type(value)):
-                value = _built(value, f"{prefix}{name}.", place)
+                value = _built(value, f"{key}.", place)
             elif isinstance(value, Container):
                 value = OmegaConf.to_object(value)
             elif isinstance(value, str) and value.startswith("~/"):
                 value = str(Path(value).expanduser())
         except InterpolationResolutionError as error:
-            key = f"{prefix}{name}"
             raise ConfigError(f"{key}: {str(error).splitlines()[0]} ({place(key)})") from error
-        if "${" in str(value):  # in the run's stored config it would be an interpolation
-            key = f"{prefix}{name}"
+        # In the run's stored config it would be an interpolation. A section's own settings have been looked at.
+        if not is_dataclass(value) and "${" in str(value):
             raise ConfigError(f'{key} has the text "${{", expected "$ {{" or $NAME without braces ({place(key)})')
         values[name] = value
     try:

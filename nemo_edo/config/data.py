@@ -177,7 +177,7 @@ class JudgeConfig(Section):
     """Temperature of the judge's replies; null: the server's, as OpenAI's reasoning models take no other."""
     max_tokens: PositiveInt = 1024  # Most tokens of a reply; a reply that was cut has no verdict.
     token_limit: Annotated[str, one_of("max_tokens", "max_completion_tokens")] = "max_tokens"
-    """What requests call that limit: max_completion_tokens for OpenAI's reasoning models, which count their thoughts
+    """Name of that limit in requests: max_completion_tokens for OpenAI's reasoning models, which count their thoughts
     in it."""
     prompt: str = PROMPT
     """What the judge is asked. {question}, {reference} (the problem's answer), {answer} (the response's final answer)

@@ -28,7 +28,7 @@ def stop_is_asked() -> bool:
 
 
 def outcome_of(status: int) -> str:
-    """What a job is told of a run that ended with an exit status."""
+    """The text by which a job learns that its run has ended with an exit status."""
     return {0: FINISHED, os.EX_TEMPFAIL: STOPPED}.get(status, f"failed with status {status}")
 
 
