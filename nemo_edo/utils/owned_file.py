@@ -37,7 +37,7 @@ _owned: WeakSet[OwnedFile] = WeakSet()
 def _close_in_child() -> None:
     """A lock would otherwise last as long as any forked process."""
     for owned in _owned:
-        owned.forget()
+        owned._file.close()
 
 
 os.register_at_fork(after_in_child=_close_in_child)
@@ -71,10 +71,6 @@ class OwnedFile:
         if without_locks:
             _warn(path.parent, without_locks)
             threading.Thread(target=self._beat, daemon=True, name="owner").start()
-
-    def forget(self) -> None:
-        """In a process that was forked from the owner."""
-        self._file.close()
 
     def close(self) -> None:
         self._closed.set()

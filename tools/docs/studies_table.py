@@ -21,7 +21,7 @@ from report_tables import markdown
 
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.evaluation.results import START, seeds_interval
-from nemo_edo.experiments.study import Study, cpu_hours_left, read_study, verdict_lines
+from nemo_edo.experiments.study import Study, cpu_hours_left, read_study, study_file, verdict_lines
 from nemo_edo.experiments.study_table import METRICS, Row, cell_of, last_rows, read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -122,11 +122,12 @@ def tables(study: Study) -> list[str]:
     """The state of the study, a table for each task with results, what the temperature does, the arms over all tasks,
     and then what the study is for: the doses that would be chosen, or the verdict on a held-out claim."""
     rows = study_rows(study)
-    found: list[str | None] = [state(study, rows)]
+    about = state(study, rows)
+    found: list[str | None] = [about]
     if study.name in (REGISTERED, AT_ITS_BEST):
-        [registered] = [one for one in studies() if one.name == REGISTERED]
-        if study.unfinished() or (study.name == AT_ITS_BEST and registered.unfinished()):
-            return [state(study, rows), f"Its results come with the last cell of {REGISTERED}."]
+        registered = study if study.name == REGISTERED else read_study(study_file(REGISTERED))
+        if study.unfinished() or registered.unfinished():
+            return [about, f"Its results come with the last cell of {REGISTERED}."]
     if study.name == AT_ITS_BEST:
         found.append(at_its_best_table(rows, read_rows(ROOT / registered.table)))
     if study.name == REGISTERED:

@@ -117,10 +117,6 @@ def test_a_second_launch_is_refused_while_the_firsts_jobs_are_there(tmp_path, mo
     assert (planned.folder / launching.JOBS).read_text() == "103", "no empty list, which squeue takes for all jobs"
 
 
-def planned_python() -> str:
-    return shlex.quote(sys.executable)
-
-
 def refused():
     raise UserError("no more")
 
@@ -176,7 +172,7 @@ def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
     checkout.mkdir(parents=True)
     (checkout / "__init__.py").write_text("")
     head = (folder / "job.sh").read_text().partition("\nlaunch=")[0]
-    asked = f"{head}\n{planned_python()} -m nemo_edo --version"
+    asked = f"{head}\n{shlex.quote(sys.executable)} -m nemo_edo --version"
     done = subprocess.run(["bash", "-c", asked], cwd=checkout.parent, capture_output=True, text=True)
     assert done.returncode == 0, "it ran what the folder of its steps has: " + done.stderr
 
