@@ -98,13 +98,17 @@ def sweep(
     """One run for each combination of the values that overrides list (``["grpo.alpha=0,1e-3", "seed=1,2"]``), ``jobs``
     at a time, as ``nemo-edo train -m`` does; finished members are not trained again. Returns their runs in order.
 
-    Raises UserError as ``train`` does, and RuntimeError, which names their logs, where members failed.
+    Raises UserError as ``train`` does, and RuntimeError, which names their logs, where members failed, or where
+    another command is training some.
     """
     planned = plan_sweep(config_name, list(overrides), str(Path(config_dir).resolve()) if config_dir else None)
     failures = run_sweep(planned, jobs=jobs, processes=processes)
     if failures:
         named = "; ".join(f"{one.cell.name}: status {one.status}, see {one.log}" for one in failures)
         raise RuntimeError(f"{len(failures)} of {len(planned.cells)} runs failed: {named}")
+    if left := planned.left():
+        named = ", ".join(cell.name for cell in left)
+        raise RuntimeError(f"{len(left)} of {len(planned.cells)} runs are in training by another command: {named}")
     return [Run(planned.folder / cell.name) for cell in planned.cells]
 
 

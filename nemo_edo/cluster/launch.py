@@ -270,6 +270,9 @@ def _write(path: Path, text: str) -> None:
 _NO_CLUSTER = "Could not establish a configuration source"
 """What Slurm's commands say where there is neither a slurm.conf nor a server that has one."""
 
+_FORGOTTEN = "Invalid job id"
+"""What squeue says of jobs that ended long ago."""
+
 
 def submit(launch: Launch) -> list[str]:
     """Submits what ``write_snapshot`` wrote; returns the job IDs. Raises UserError with sbatch's message, and the jobs
@@ -293,8 +296,13 @@ def require_no_other_job(launch: Launch) -> None:
     jobs = launch.folder / JOBS
     if jobs.is_file() and shutil.which("squeue"):
         command = ["squeue", "--noheader", "--format=%A", f"--jobs={jobs.read_text(encoding='utf-8').strip()}"]
-        if there := sorted({*subprocess.run(command, capture_output=True, text=True).stdout.split()}):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if there := sorted({*done.stdout.split()}):
             raise UserError(f"{launch.folder}: its jobs {' '.join(there)} are queued or running: scancel them first")
+        if done.returncode and _FORGOTTEN not in done.stderr:
+            raise UserError(
+                f"squeue does not say whether a job is in {launch.folder}: {done.stderr.strip()}; try again"
+            )
     for place in launch.waiting:
         RunFolder(launch.members[place].run).require_unused()
 

@@ -25,6 +25,9 @@ class ServersConfig(Section):
     chat: bool = False
     """With generation.backend openai: send messages to the chat endpoint, which applies a chat template itself, instead
     of the whole prompt as text to the completions endpoint."""
+    token_limit: Annotated[str, one_of("max_tokens", "max_completion_tokens")] = "max_tokens"
+    """With generation.backend openai: name of the limit of a response in requests; max_completion_tokens for OpenAI's
+    reasoning models, which count their thoughts in it."""
     launched: bool = False
     """Whether ``nemo-edo launch`` started the servers at ``urls``; launch sets this. They then renew a tied output
     layer with the other weights, which vLLM by itself does not on a CPU."""
@@ -127,7 +130,7 @@ class GenerationConfig(Section):
         endpoint = "an endpoint's URL with backend openai, which cannot train: megatron, vllm and trtllm can"
         yield self.backend != PLAIN or bool(self.servers.urls), "servers.urls", endpoint
         plain = f"with generation.backend {self.backend}"
-        yield from self.only_if(self.backend == PLAIN, plain, "servers.model", "servers.chat")
+        yield from self.only_if(self.backend == PLAIN, plain, "servers.model", "servers.chat", "servers.token_limit")
         asleep = "with generation.placement shared: the servers sleep while the trainer trains"
         yield from self.only_if(apart, asleep, "one_step_off")
         one_gpu = "with generation.placement shared: NCCL refuses two processes on one GPU"

@@ -127,7 +127,7 @@ class Dispatcher:
             return self.settings.request_limit_s
         is_known = self._measured >= MEASURED_ANSWERS
         of_a_token = PACE_FACTOR * self._seconds / self._tokens if is_known else ASSUMED_TOKEN_S
-        return limit_s(body.get("max_tokens", 0), of_a_token)
+        return limit_s(body.get(self.settings.token_limit, 0), of_a_token)
 
     def _measure(self, answer: Any, seconds: float) -> None:
         tokens = (answer.get("usage") or {}).get("completion_tokens") if isinstance(answer, dict) else None

@@ -174,7 +174,7 @@ class PlainEngine(ServerEngine):
         return {
             "model": self.served_model,
             **asked,
-            "max_tokens": request.limit(sampling),
+            self.settings.token_limit: request.limit(sampling),
             "temperature": sampling.temperature,
             "top_p": 1.0 if sampling.temperature == 0 else sampling.top_p,
             "seed": request.seed % 2**31,  # some endpoints take no more bits

@@ -12,7 +12,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
 from typing import Any
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]
@@ -108,8 +108,9 @@ def proxy_for(url: str) -> tuple[str, str] | None:
     requests to loopback through the proxy, too, and has no message for values that it cannot use."""
     parts = urlsplit(url)
     host, known = parts.hostname or "", getproxies_environment()
-    excepted = [one.strip().strip("[]") for one in known.get("no", "").split(",")]
-    if host in excepted or _is_loopback(host) or proxy_bypass_environment(host, known) or parts.scheme not in known:
+    excepted = (one.strip().strip("[]") for one in known.get("no", "").split(","))
+    direct = _is_loopback(host) or any(host == one or _is_in(host, one) for one in excepted)
+    if direct or proxy_bypass_environment(host, known) or parts.scheme not in known:
         return None
     name, text = f"{parts.scheme}_proxy", known[parts.scheme]
     text = text if "://" in text else f"http://{text}"
@@ -132,6 +133,14 @@ def _is_loopback(host: str) -> bool:
         return address.is_loopback or address.is_unspecified  # 0.0.0.0, as servers print where they listen
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def _is_in(host: str, network: str) -> bool:
+    """Whether the host is an address of the network, such as 10.0.0.0/8."""
+    try:
+        return "/" in network and ip_address(host) in ip_network(network, strict=False)
+    except ValueError:
+        return False
 
 
 def _without_password(url: str) -> str:

@@ -118,6 +118,12 @@ def test_a_mistake_is_an_error_before_anything_is_started(monkeypatch, call, tol
         call()
 
 
+def test_a_sweep_whose_members_another_command_trains_returns_no_runs(monkeypatch, tmp_path: Path):
+    monkeypatch.setattr(api, "run_sweep", lambda *_, **__: [])
+    with pytest.raises(RuntimeError, match="2 of 2 runs are in training by another command: seed=1, seed=2"):
+        edo.sweep("quickstart", ["seed=1,2", f"output_dir={tmp_path}"])
+
+
 def test_a_sweeps_table_has_alpha_and_what_the_sweep_varies_and_no_other_settings(tmp_path: Path):
     common, members = ["~arms", "+arms={grpo: {}}", "replicate_baseline=false", "train.seed=7"], {}
     for alpha in ("0", "0.5"):

@@ -108,6 +108,9 @@ def test_a_second_launch_is_refused_while_the_firsts_jobs_are_there(tmp_path, mo
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(UserError, match="its jobs 102 are queued or running"):
         launching.launch(planned, dry_run=False)
+    (tmp_path / "squeue").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    with pytest.raises(UserError, match="whether a job is in .*: Unable to contact slurm controller; try again"):
+        launching.launch(planned, dry_run=False)
     (tmp_path / "squeue").write_text("#!/bin/bash\necho 'Invalid job id specified' >&2; exit 1\n")
     with pytest.raises(UserError, match="no more; submitted before: scancel 103"):
         monkeypatch.setattr(launching, "_sbatch", lambda *_: next(ids, None) or refused())

@@ -20,11 +20,11 @@ def decode(ids) -> str:
     return bytes(ids).decode()
 
 
-def plain(url: str, *, chat: bool) -> PlainEngine:
+def plain(url: str, *, chat: bool, **settings) -> PlainEngine:
     replica = PlainReplica("endpoint 0", url, None, ready_limit_s=5.0, model=None)
     replica.wait_until_ready()
     own = {"encode": str.encode, "prompt_text": decode, "chats": CHATS if chat else None}
-    return PlainEngine([replica], VLLM, ServersConfig(backoff_s=0.01), decode=decode, **SETTINGS, **own)
+    return PlainEngine([replica], VLLM, ServersConfig(backoff_s=0.01, **settings), decode=decode, **SETTINGS, **own)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -40,7 +40,8 @@ def test_text_becomes_tokens_without_log_probabilities_and_ends_as_the_endpoint_
         return 200, {"model": "gpt-2026-01-01", "choices": [{**choice, "finish_reason": reason, "logprobs": None}]}
 
     with ChatServer(rule) as server:
-        engine, found = plain(server.url, chat=chat), []
+        limit = "max_completion_tokens" if chat else "max_tokens"
+        engine, found = plain(server.url, chat=chat, token_limit=limit), []
         for stop in ((), (), ("\n",), (), ()):
             found += engine.generate(REQUESTS[:1], SamplingParams(0.7, 0.9, 8, stop=stop))
     assert [(bytes([*one.response_ids]), one.text, one.finished, one.stop) for one in found] == [
@@ -48,7 +49,7 @@ def test_text_becomes_tokens_without_log_probabilities_and_ends_as_the_endpoint_
         (b"\0", "", True, None)]  # fmt: skip
     assert not any(len(one.response_logprobs) for one in found)
     asked = {"messages": CHATS["p-0"]} if chat else {"prompt": "6 + 1"}
-    sampling = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 8}
+    sampling = {"temperature": 0.7, "top_p": 0.9, limit: 8}
     assert server.bodies[-1] == {"model": "gpt", **asked, **sampling, "seed": REQUESTS[0].seed % 2**31}
     assert server.paths[-1] == ("/v1/chat/completions" if chat else "/v1/completions")
 

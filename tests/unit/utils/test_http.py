@@ -106,7 +106,8 @@ def test_a_quoted_key_is_hidden_also_where_a_line_breaks_it(quoted: str):
     ("http://p:3128", "http://node7:8000/x", ("http_proxy", "http://p:3128")),
     ("p:3128", "http://node7:8000/x", ("http_proxy", "http://p:3128")),
     ("http://p:3128", "https://node7/x", None), (None, "http://node7:8000/x", None),
-    ("http://p:3128", "http://spared:8000/x", None), ("http://p:3128", "http://[fe80::2]:8000/x", None),
+    *(("http://p:3128", f"http://{host}:8000/x", None) for host in ("spared", "[fe80::2]", "10.1.2.3", "[fd00::1]")),
+    ("http://p:3128", "http://10.2.2.3:8000/x", ("http_proxy", "http://p:3128")),
     *(("socks5://p:1", f"http://{host}:8000/x", None) for host in
       ("127.0.0.1", "127.8.9.1", "localhost", "[::1]", "0.0.0.0")),
     *((wrong, "http://node7:8000/x", ServerError) for wrong in
@@ -117,7 +118,7 @@ def test_a_proxy_leads_to_no_loopback_address_and_one_that_cannot_be_used_is_nam
 ):
     for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "NO_PROXY", "REQUEST_METHOD"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("no_proxy", "spared,[fe80::2]")
+    monkeypatch.setenv("no_proxy", "spared,[fe80::2], 10.1.0.0/16,fd00::/8")
     if http_proxy is not None:
         monkeypatch.setenv("http_proxy", http_proxy)
     if found is not ServerError:
