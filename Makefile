@@ -47,7 +47,7 @@ quickstart: env ## train four small arms on the CPU and write runs/quickstart/re
 # transformers. Each step is left out where its result is there.
 SEED ?= 42
 REAL := runs/real$(if $(filter-out 42,$(SEED)),_$(SEED))
-real: ## train SmolLM2-135M on a reasoning task, CPU, under an hour
+real: ## train SmolLM2-135M on a reasoning task, CPU, about an hour
 	@$(TRAINER) --group real-model
 	$(VENV)/bin/python -m tools.real_model.convert runs/SmolLM2-135M-Instruct
 	test -f $(REAL)/report.html || $(VENV)/bin/nemo-edo train --config-name real \

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 from megatron.core.fp8_utils import get_fp8_align_size
@@ -80,6 +81,17 @@ def check_dimensions(precision: PrecisionConfig, model, parallelism: Parallelism
             f"precision.fp8_recipe {precision.fp8_recipe} needs multiples of {step} on each tensor-parallel rank, the "
             f"model has {', '.join(odd)}: choose a smaller parallelism.tensor_model_parallel_size or precision=bf16"
         )
+
+
+def warn_of_emulated_bf16(precision: PrecisionConfig) -> None:
+    """Warns where bf16 is the precision and this machine, a CPU, has no instructions for it."""
+    if precision.dtype != "bf16" or torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return
+    warnings.warn(
+        "this CPU has no instructions for bf16, whose matrix products take four to six times as long as fp32's: set "
+        "precision=fp32",
+        stacklevel=2,
+    )
 
 
 CUBLAS_TF32 = "NVIDIA_TF32_OVERRIDE"

@@ -128,6 +128,9 @@ class Builder:
 
     def first(self) -> RemotePolicy:
         """The model that the run starts from, once it is known to be transformers'."""
+        from nemo_edo.megatron.precision import warn_of_emulated_bf16
+
+        warn_of_emulated_bf16(self._cfg.precision)
         if self._comparison is None:
             return self.model(self._cfg.sft)
         try:
