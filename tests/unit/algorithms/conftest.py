@@ -6,14 +6,13 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.responses import scored
 from helpers.scripted_engine import ScriptedEngine
 from torch import Tensor
 
-from nemo_edo.algorithms.collection import Objective
 from nemo_edo.algorithms.grpo import GRPO
 from nemo_edo.algorithms.idpo import IDPO
 from nemo_edo.algorithms.iteration import run_iterations
@@ -24,8 +23,7 @@ from nemo_edo.errors import RunStopped
 from nemo_edo.generation.in_process import InProcessSync
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.types import Problem, ScoredRollout, TrainingBatch
-from nemo_edo.utils.phases import PhaseClock
+from nemo_edo.types import Problem, TrainingBatch
 
 PAD, STOP, FIRST_CHARACTER = 0, 1, 2
 MAX_NEW_TOKENS = 64
@@ -36,19 +34,16 @@ class FakePolicy:
     """Its log-probabilities are functions of tokens and of the number of steps taken, the reference's without it."""
 
     journal: Journal
-    entropy: float = 0.5
-    gradient_ratio: float = 2.0
-    broken_steps: Collection[int] = ()
+    entropy: float
+    gradient_ratio: float
+    broken_steps: Collection[int]
     """Numbers, from 1 on, of the steps whose loss is not finite."""
     batches: list[TrainingBatch] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
     """The exploration weight of each step."""
 
-    def train_step(self, batch: TrainingBatch, *, exploration_weight: float,
-                   grad_norm_limit: float) -> dict[str, float]:
-        store, events = self.journal.store, self.journal.events
-        self.journal.on_disk.append(sum(len(store.stored(t)) for kind, t in {e for e in events if e[0] == "write"}))
-        events.append(("train_step",))
+    def train_step(self, batch: TrainingBatch, *, exploration_weight: float, grad_norm_limit: float) -> dict:
+        self.journal.events.append(("train_step",))
         self.batches.append(batch)
         self.weights.append(exploration_weight)
         broken = len(self.batches) in self.broken_steps
@@ -75,18 +70,13 @@ class Journal:
     """What a run did: ("evaluate", t), ("reference", kind, decay), ("generate", version, requests), ("write", t),
     ("gradients", steps taken), ("train_step",), ("push", version), ("release",)."""
 
+    store: RolloutStore
     events: list[tuple] = field(default_factory=list)
     lines: list[dict] = field(default_factory=list)
     """What the run logged, but for the time."""
     times: list[tuple[str, dict]] = field(default_factory=list)
     """The times that it logged, with the line's kind."""
-    on_disk: list[int] = field(default_factory=list)
-    """Rollouts that the store held before each train step, over all iterations."""
     policy: FakePolicy | None = None
-    store: RolloutStore | None = None
-
-    def collected(self, iteration: int) -> list[ScoredRollout]:
-        return self.store.read(iteration)
 
     def of_kind(self, kind: str) -> list[tuple]:
         return [event for event in self.events if event[0] == kind]
@@ -109,7 +99,6 @@ class FakeRun:
         return FakeRun(replace(self.services, **changes), replace(self.plan, **of_plan), self.journal)
 
     def run(self) -> Journal:
-        """To its end."""
         run_iterations(self.services, self.plan, lambda t: self.journal.events.append(("evaluate", t)))
         return self.journal
 
@@ -154,45 +143,74 @@ def new_memory() -> type[Memory]:
 @pytest.fixture
 def fake_iteration(tmp_path: Path):
     """fake_iteration(algorithm="grpo", problems=..., ..., **settings of the objective): a FakeRun. To the ``hopeless``
-    problems no response is right; of the others' responses every fourth is. No sampler_gap guard unless asked for: the
-    scripted engine's log-probabilities are far from the policy's."""
+    problems no response is right; of the others' responses every fourth is. No sampler_gap guard: the scripted
+    engine's log-probabilities are far from the policy's."""
 
     def build(*, algorithm: str = "grpo", folder: str = "rollouts", problems: int = 3, samples_per_prompt: int = 4,
               seed: int = 42, hopeless: Collection[str] = (), entropy: float = 0.5, gradient_ratio: float = 2.0,
-              broken_steps: Collection[int] = (), guards: GuardsConfig | None = None,
-              sampler_gap: BoundsConfig | None = None, **settings) -> FakeRun:
-        journal = Journal()
+              broken_steps: Collection[int] = (), guards: GuardsConfig | None = None, **settings) -> FakeRun:
+        class Engine(ScriptedEngine):
+            def generate(self, requests, sampling):
+                journal.events.append(("generate", self.policy_version, len(requests)))
+                return super().generate(requests, sampling)
+
+        class Sync(InProcessSync):
+            def push(self, version):
+                journal.events.append(("push", version))
+                super().push(version)
+
+            def release(self):
+                journal.events.append(("release",))
+
+        class Store(RolloutStore):
+            def write(self, iteration, scored):
+                path = super().write(iteration, scored)
+                journal.events.append(("write", iteration))
+                return path
+
+        def script(request, _) -> str:
+            # The seed in the text makes every response unique.
+            return f"{request.seed}\n#### {0 if request.problem_id in hopeless else request.sample_index % 4}"
+
+        def log(kind: str, **values) -> None:
+            journal.times.append((kind, values.pop("time", {})))
+            journal.lines.append({"kind": kind, **values})
+
+        journal = Journal(Store(tmp_path / folder))
         journal.policy = FakePolicy(journal, entropy, gradient_ratio, broken_steps)
-        config = {"grpo": GRPOConfig, "idpo": IDPOConfig}[algorithm](**settings)
+        engine = Engine(script, encode=lambda text: [ord(c) + FIRST_CHARACTER for c in text],
+                        decode=lambda ids: "".join(chr(i - FIRST_CHARACTER) for i in ids), stop_id=STOP, log_prob=-0.3)
         rows = [Problem(f"p-{i}", f"q{i}", "#### 1", "1", f"p.jsonl:{i}") for i in range(problems)]
-        objective = _objective(config, {row.id: row.question for row in rows}, seed=seed)
-        bounds = {"sampler_gap": sampler_gap or BoundsConfig(), "stale_gap": BoundsConfig()}
+        if algorithm == "grpo":
+            objective = GRPO(GRPOConfig(**settings), {row.id: row.question for row in rows}, MAX_NEW_TOKENS, PAD)
+        else:
+            objective = IDPO(IDPOConfig(**settings), pad_id=PAD, seed=seed)
         plan = Plan(
-            config=config, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)},
+            config=objective.config, problems=rows, prompts={row.id: (10 + i, 7) for i, row in enumerate(rows)},
             sampling=SamplingConfig(samples_per_prompt=samples_per_prompt, max_new_tokens=MAX_NEW_TOKENS),
-            seed=seed, guards=replace(guards or GuardsConfig(), **bounds),
+            seed=seed, guards=replace(guards or GuardsConfig(), sampler_gap=BoundsConfig(), stale_gap=BoundsConfig()),
         )
-        return FakeRun(_services(journal, tmp_path / folder, objective, hopeless), plan, journal)
+        services = Services(policy=journal.policy, engine=engine, weight_sync=Sync(engine), scorer=ExactAnswerScorer(),
+                            objective=objective, store=journal.store, log=log)
+        return FakeRun(services, plan, journal)
 
     return build
 
 
 @pytest.fixture
 def go(fake_iteration):
-    """go(settings, memory, folder=..., before=a journal): resumes where ``before`` ended; returns the journal, and
-    whether the run finished. The policy has taken the steps of ``before``, like one from a checkpoint."""
+    """go(settings, memory, folder=..., before=a journal): returns the journal, and whether the run finished. The policy
+    has taken the steps of ``before`` up to the place that it resumes from, like one from a checkpoint."""
 
-    def run(settings: dict, memory: Memory, *, folder: str, before: Journal | None = None) -> tuple[Journal, bool]:
-        iteration = fake_iteration(folder=folder, **settings).changed(progress=memory, part_size=5)
-        journal = iteration.journal
+    def run(settings: dict, memory: Memory, *, folder: str, before: Journal | None = None, lag: int = 0):
+        iteration = fake_iteration(folder=folder, **settings).changed(progress=memory, part_size=5, lag=lag)
+        policy, taken = iteration.journal.policy, memory.start.steps_taken
         if before:
-            journal.policy.batches.extend(before.policy.batches)
-            journal.policy.weights.extend(before.policy.weights)
+            policy.batches, policy.weights = before.policy.batches[:taken], before.policy.weights[:taken]
         try:
-            iteration.run()
+            return iteration.run(), True
         except RunStopped:
-            return journal, False
-        return journal, True
+            return iteration.journal, False
 
     return run
 
@@ -203,94 +221,15 @@ def run_fake(fake_iteration):
     return lambda **given: fake_iteration(**given).run()
 
 
-def _objective(config: GRPOConfig | IDPOConfig, questions: dict[str, str], *, seed: int, pad_id: int = PAD,
-               max_new_tokens: int = MAX_NEW_TOKENS) -> Objective:
-    if isinstance(config, IDPOConfig):
-        return IDPO(config, pad_id=pad_id, seed=seed)
-    return GRPO(config, questions, max_new_tokens, pad_id)
-
-
-def _services(journal: Journal, folder: Path, objective: Objective, hopeless: Collection[str]) -> Services:
-    class Engine(ScriptedEngine):
-        def generate(self, requests, sampling):
-            journal.events.append(("generate", self.policy_version, len(requests)))
-            return super().generate(requests, sampling)
-
-    class Sync(InProcessSync):
-        def push(self, version):
-            journal.events.append(("push", version))
-            super().push(version)
-
-        def release(self):
-            journal.events.append(("release",))
-
-    class Store(RolloutStore):
-        def write(self, iteration, scored, **place):
-            journal.events.append(("write", iteration))
-            return super().write(iteration, scored, **place)
-
-    def script(request, _) -> str:
-        # The seed in the text makes every response unique.
-        return f"{request.seed}\n#### {0 if request.problem_id in hopeless else request.sample_index % 4}"
-
-    def log(kind: str, **values) -> None:
-        journal.times.append((kind, values.pop("time", {})))
-        journal.lines.append({"kind": kind, **values})
-
-    engine = Engine(script, encode=lambda text: [ord(c) + FIRST_CHARACTER for c in text],
-                    decode=lambda ids: "".join(chr(i - FIRST_CHARACTER) for i in ids), stop_id=STOP, log_prob=-0.3)
-    journal.store = Store(folder)
-    return Services(policy=journal.policy, engine=engine, weight_sync=Sync(engine), scorer=ExactAnswerScorer(),
-                    objective=objective, store=journal.store, log=log)
-
-
-# --- objectives on their own ----------------------------------------------------------------------------------------
-
-
-class TablePolicy:
-    """Gives back the tables that it is made of, and counts the questions."""
-
-    def __init__(self, logprobs=None, entropies=None, reference=None) -> None:
-        self.tables = {"logprobs": logprobs, "entropies": entropies, "reference": reference}
-        self.asked: list[str] = []
-
-    def _table(self, name: str, batch: TrainingBatch) -> Tensor:
-        table = self.tables[name]
-        return torch.full_like(batch.mask, -0.5) if table is None else torch.tensor(table)
-
-    def logprobs(self, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
-        self.asked.append("logprobs")
-        return self._table("logprobs", batch), self._table("entropies", batch)
-
-    def reference_logprobs(self, batch: TrainingBatch) -> Tensor:
-        self.asked.append("reference")
-        return self._table("reference", batch)
-
-
 @pytest.fixture
-def table_policy() -> type[TablePolicy]:
-    return TablePolicy
+def table_policy():
+    """table_policy(log-probabilities, entropies, those of the reference): a policy that gives back these tables."""
 
+    def make(logprobs=None, entropies=None, reference=None):
+        def look_up(table, batch: TrainingBatch) -> Tensor:
+            return torch.full_like(batch.mask, -0.5) if table is None else torch.tensor(table)
 
-@pytest.fixture
-def four() -> list[ScoredRollout]:
-    """Two groups, interleaved; responses of 1 to 5 tokens. Rewards of a differ, those of b are equal."""
-    return [
-        scored("a", 0, (1, 2, 3, 4, 5), 1.0, answer="1"),
-        scored("b", 0, (7, 8), 0.0, answer=None, well_formed=False, finished=False),
-        scored("a", 1, (1, 2, 3, 4), 0.0, well_formed=False, answer="2"),
-        scored("b", 1, (9,), 0.0, answer="1"),
-    ]
+        return SimpleNamespace(logprobs=lambda batch: (look_up(logprobs, batch), look_up(entropies, batch)),
+                               reference_logprobs=lambda batch: look_up(reference, batch))
 
-
-@pytest.fixture
-def build():
-    """build(scored, policy, config): (what the config's objective collects, the objective)."""
-
-    def collect(samples, policy, config: GRPOConfig | IDPOConfig, *, questions=None, seed: int = 0, **settings):
-        config = replace(config, old_logprobs="trainer")  # a table has the rows of all samples
-        questions = questions or {item.rollout.problem_id: "1 + 2 + 3" for item in samples}
-        objective = _objective(config, questions, seed=seed, **settings)
-        return objective.build(samples, policy, PhaseClock()), objective
-
-    return collect
+    return make

@@ -1,6 +1,7 @@
 """One-step-off generation while the previous iteration trains, with the numbers of a synchronous loop."""
 
 import time
+from itertools import count
 from threading import Event, current_thread
 from threading import enumerate as threads
 
@@ -9,8 +10,7 @@ import torch
 
 import nemo_edo.algorithms.iteration as algorithm
 from nemo_edo.algorithms import samples
-from nemo_edo.config import BoundsConfig
-from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
+from nemo_edo.errors import UserError
 
 SETTINGS = {"problems": 3, "iterations": 4, "epochs": 2, "minibatch_size": 8, "alpha": 0.0}
 DYNAMIC = {"problems": 12, "problems_per_iteration": 4, "iterations": 3, "minibatch_size": 8, "dynamic_sampling": True,
@@ -20,20 +20,24 @@ LIMIT_S = 20.0
 
 @pytest.fixture
 def ahead_run(fake_iteration):
-    """ahead_run(before=..., **settings): a FakeRun that generates in a thread, where ``before()`` is called ahead of
-    the engine's generate."""
+    """ahead_run(before=..., before_a_step=..., **settings): a FakeRun that generates in a thread, where ``before()`` is
+    called ahead of the engine's generate, and ``before_a_step()`` ahead of the policy's train_step."""
 
-    def build(*, before=lambda: None, **settings):
+    def build(*, before=lambda: None, before_a_step=lambda: None, **settings):
         iteration = fake_iteration(**settings).changed(part_size=5, lag=1)
         services = iteration.services
-        generate = services.engine.generate
+        generate, step = services.engine.generate, services.policy.train_step
 
         def generate_in_thread(requests, sampling):
             if current_thread().name.startswith("generate ahead"):
                 before()
             return generate(requests, sampling)
 
-        services.engine.generate = generate_in_thread
+        def train_step(batch, **given):
+            before_a_step()
+            return step(batch, **given)
+
+        services.engine.generate, services.policy.train_step = generate_in_thread, train_step
         return iteration
 
     return build
@@ -43,12 +47,7 @@ def ahead_run(fake_iteration):
 def ahead(monkeypatch) -> list[samples.Ahead]:
     """What generates ahead in the run that is to come."""
     made = []
-
-    def make(*given) -> samples.Ahead:
-        made.append(samples.Ahead(*given))
-        return made[-1]
-
-    monkeypatch.setattr(algorithm, "Ahead", make)
+    monkeypatch.setattr(algorithm, "Ahead", lambda *given: made.append(samples.Ahead(*given)) or made[-1])
     return made
 
 
@@ -58,7 +57,7 @@ def generating_threads() -> list:
 
 def test_each_iteration_trains_on_samples_of_the_policy_before(ahead_run):
     journal = ahead_run(**SETTINGS).run()
-    versions = [{one.rollout.policy_version for one in journal.collected(t)} for t in range(4)]
+    versions = [{one.rollout.policy_version for one in journal.store.read(t)} for t in range(4)]
     assert versions == [{0}, {0}, {1}, {2}]
     collections = journal.lines_of("collection")
     assert [(line["policy_version"], line["staleness"]) for line in collections] == [(0, 0), (0, 1), (1, 1), (2, 1)]
@@ -67,9 +66,7 @@ def test_each_iteration_trains_on_samples_of_the_policy_before(ahead_run):
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, DYNAMIC], ids=["plain", "dynamic sampling"])
-def test_the_numbers_are_those_of_a_synchronous_loop_on_the_same_samples(
-    ahead_run, fake_iteration, settings: dict
-):
+def test_the_numbers_are_those_of_a_synchronous_loop_on_the_same_samples(ahead_run, fake_iteration, settings):
     ahead = ahead_run(folder="ahead", **settings).run()
     synchronous = fake_iteration(folder="fed", **settings).changed(given=ahead.store, keeps_stale=True).run()
     assert ahead.lines == synchronous.lines
@@ -84,15 +81,7 @@ def test_the_next_samples_are_generated_while_the_policy_trains_and_the_push_wai
     def after_a_step():
         assert trained.wait(LIMIT_S), "nothing was trained while this was to be generated"
 
-    iteration = ahead_run(before=after_a_step, **{**SETTINGS, "iterations": 2})
-    step = iteration.services.policy.train_step
-
-    def train_step(*args, **kwargs):
-        trained.set()
-        return step(*args, **kwargs)
-
-    iteration.services.policy.train_step = train_step
-    journal = iteration.run()
+    journal = ahead_run(before=after_a_step, before_a_step=trained.set, **{**SETTINGS, "iterations": 2}).run()
     kinds = [event[0] for event in journal.events]
     push = journal.events.index(("push", 1))
     assert kinds[:push].count("generate") == 6 and kinds[push:].count("generate") == 0  # 12 responses, 5 a part, twice
@@ -102,90 +91,56 @@ def test_an_error_of_generation_ahead_ends_the_run_after_the_step_in_which_it_oc
     def fail():
         raise UserError("no server is left")
 
-    iteration = ahead_run(before=fail, **SETTINGS)
-    step = iteration.services.policy.train_step
-
-    def train_step(*args, **kwargs):
+    def until_it_has_ended():
         while not ahead[0].is_done():
             time.sleep(0.001)
-        return step(*args, **kwargs)
 
-    iteration.services.policy.train_step = train_step
+    iteration = ahead_run(before=fail, before_a_step=until_it_has_ended, **SETTINGS)
     with pytest.raises(UserError, match="no server is left"):
         iteration.run()
     assert len(iteration.journal.policy.batches) == 1 and generating_threads() == []
 
 
-@pytest.mark.parametrize("ends", ["asked to stop", "a guard", "an error"])
-def test_a_run_that_ends_early_ends_generation_ahead_too(fake_iteration, new_memory, monkeypatch, ahead, ends: str):
-    guards = {"sampler_gap": BoundsConfig(ceiling=1e-9, action="stop")} if ends == "a guard" else {}
-    iteration = fake_iteration(**guards, **SETTINGS)
-    memory = new_memory(stop_at=5 if ends == "asked to stop" else None)
-    iteration = iteration.changed(lag=1, progress=memory)
-    begun, build, generate = Event(), algorithm.build, iteration.services.engine.generate
+def test_a_run_that_ends_early_ends_generation_ahead_too(ahead_run, ahead):
+    begun = Event()
 
-    def until_stopped(requests, sampling):
-        if not current_thread().name.startswith("generate ahead"):
-            return generate(requests, sampling)
+    def until_stopped():
         begun.set()
         while True:
             ahead[0].stop_if_asked()
             time.sleep(0.001)
 
-    iteration.services.engine.generate = until_stopped
-
-    def once_generating(*arguments):
+    def fail():
         assert begun.wait(LIMIT_S)  # a run that ends before is another case
-        return build(*arguments)
+        raise TypeError
 
-    monkeypatch.setattr(algorithm, "build", once_generating)
-    if ends == "an error":
-        def fail(*arguments, **settings):
-            raise TypeError
-
-        iteration.services.policy.train_step = fail
-    expected = {"asked to stop": RunStopped, "a guard": StoppedByGuard, "an error": TypeError}[ends]
-    with pytest.raises(expected):
-        iteration.run()
-    assert begun.is_set() and generating_threads() == []
+    with pytest.raises(TypeError):
+        ahead_run(before=until_stopped, before_a_step=fail, **SETTINGS).run()
+    assert generating_threads() == []
 
 
 def test_nothing_is_saved_within_an_iteration_until_the_next_samples_are_there(ahead_run, new_memory, monkeypatch):
     """Otherwise a resumed run would have to generate them, and their policy is gone by then."""
-    memory, may_generate = new_memory(), Event()
+    memory, may_generate, finish = new_memory(), Event(), samples.Ahead.finish
 
     def wait():
         assert may_generate.wait(LIMIT_S)
 
-    iteration = ahead_run(before=wait, **{**SETTINGS, "iterations": 2}).changed(progress=memory)
-    finish = samples.Ahead.finish
-
-    def let_it_finish(ahead):
-        may_generate.set()
-        finish(ahead)
-
-    monkeypatch.setattr(samples.Ahead, "finish", let_it_finish)
-    iteration.run()
+    monkeypatch.setattr(samples.Ahead, "finish", lambda ahead: may_generate.set() or finish(ahead))
+    ahead_run(before=wait, **{**SETTINGS, "iterations": 2}).changed(progress=memory).run()
     assert [position for position in memory.positions if position.iteration == 0 and position.step] == []
     assert [position.step for position in memory.positions if position.iteration == 1] == [0, 1, 2, 3, 4]
 
 
-def test_a_run_stopped_at_any_place_and_resumed_does_what_an_uninterrupted_one_does(ahead_run, new_memory):
-    whole = ahead_run(folder="whole", **SETTINGS).run()
-    stop_at, finished = 0, False
-    while not finished:
-        stop_at += 1
+def test_a_run_stopped_at_any_place_and_resumed_does_what_an_uninterrupted_one_does(go, new_memory):
+    whole, _ = go(SETTINGS, new_memory(), folder="whole", lag=1)
+    for stop_at in count(1):
         memory = new_memory(stop_at=stop_at)
-        first = ahead_run(folder=f"stopped {stop_at}", **SETTINGS).changed(progress=memory)
-        try:
-            first.run()
-            finished = True
-        except RunStopped:
-            start = memory.positions[-1]
-            resumed = new_memory(start=start, collected=memory.collected)
-            iteration = ahead_run(folder=f"stopped {stop_at}", **SETTINGS).changed(progress=resumed)
-            iteration.services.policy.batches.extend(first.journal.policy.batches[: start.steps_taken])
-            second = iteration.run()
-            assert second.lines_of("train_step") == whole.lines_of("train_step")[start.steps_taken :]
-            assert [second.store.stored(t) for t in range(4)] == [whole.store.stored(t) for t in range(4)]
+        first, finished = go(SETTINGS, memory, folder=f"stopped {stop_at}", lag=1)
+        if finished:
+            break
+        resumed = new_memory(start=memory.positions[-1], collected=memory.collected)
+        second, _ = go(SETTINGS, resumed, folder=f"stopped {stop_at}", before=first, lag=1)
+        assert second.lines_of("train_step") == whole.lines_of("train_step")[resumed.start.steps_taken :]
+        assert [second.store.stored(t) for t in range(4)] == [whole.store.stored(t) for t in range(4)]
     assert stop_at > 16

@@ -52,8 +52,7 @@ def test_a_function_replaces_the_built_in_kinds_and_changes_no_reward():
 @pytest.mark.parametrize(("function", "message"), [
     ("short", "returned the shape (3,), expected (4,)"),
     ("infinite", "returned inf for response 0 to problem p-0 (1 of 4 advantages are not finite)"),
-    ("fails", "raised IndexError: "),
-])  # fmt: skip
+    ("fails", "raised IndexError: ")])
 def test_what_are_no_advantages_are_refused(function: str, message: str):
     with pytest.raises(UserError) as refused:
         OwnAdvantages(f"my_advantages:{function}")(SCORED, REWARDS, GROUPS)
@@ -64,8 +63,7 @@ def test_what_are_no_advantages_are_refused(function: str, message: str):
     (["grpo.advantage=my_advantages:misspelled"], "grpo.advantage (my_advantages:misspelled) takes 'group_id'; did"),
     (["arms.grpo.advantage=my_advantages:shot"], "arms.grpo.advantage is 'my_advantages:shot', but my_advantages"),
     (["grpo.advantage=a:b", "grpo.pass_k=2"], "grpo.advantage is 'a:b', expected null with pass_k, which it replaces"),
-    (["arms.grpo.advantage=a:b", "arms.grpo.advantage_scale=none"], "expected null with advantage_scale, which"),
-])  # fmt: skip
+    (["arms.grpo.advantage=a:b", "arms.grpo.advantage_scale=none"], "expected null with advantage_scale, which")])
 def test_a_setting_that_does_not_fit_is_refused_before_time_is_spent(overrides: list[str], message: str):
     with pytest.raises((ConfigError, UserError)) as refused:
         check_settings(compose_run("quickstart", overrides))
