@@ -3,6 +3,7 @@
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +33,7 @@ class Engine:
     """Generates responses, a part at a time, until it is killed in the given one."""
 
     def __init__(self, killed_in: int | None = None) -> None:
-        self.parts: list[list[str]] = []
-        self.killed_in = killed_in
+        self.parts, self.killed_in = [], killed_in
 
     def generate(self, requests, sampling) -> list[Rollout]:
         if len(self.parts) == self.killed_in:
@@ -42,18 +42,17 @@ class Engine:
         return [answer(one) for one in requests]
 
 
-class Streaming:
+class Streaming(Engine):
     """Hands over one response after the other, in this order, and then ends with the error."""
 
     takes_all = True
 
     def __init__(self, order=(), error: Exception | None = None) -> None:
-        self.asked: list[list[str]] = []
+        super().__init__()
         self.order, self.error = order, error
 
     def generate(self, requests, sampling, arrivals) -> list[Rollout]:
-        self.asked.append([request.problem_id for request in requests])
-        rollouts = [answer(one) for one in requests]
+        rollouts = super().generate(requests, sampling)
         for place in self.order:
             arrivals.add([rollouts[place]])
         if self.error is not None:
@@ -66,8 +65,7 @@ class Silent(PartWatch):
 
 
 SCORER = SimpleNamespace(
-    score=lambda rollouts, problems: [ScoredRollout(one, 1.0, "2", True, "correct") for one in rollouts]
-)
+    score=lambda rollouts, problems: [ScoredRollout(one, 1.0, "2", True, "correct") for one in rollouts])
 
 
 def ask(store: RolloutStore, engine, requests=REQUESTS, *, part_size: int = 3, versions: range | None = None,
@@ -89,9 +87,7 @@ def test_a_killed_generation_loses_one_part_at_most_ends_as_one_that_was_not_and
     assert engine.parts == [["p-6"]]
 
 
-def test_what_has_ended_is_on_disk_while_the_rest_is_generated_and_the_rest_alone_is_asked_for_later(
-    tmp_path, monkeypatch
-):
+def test_what_has_ended_is_on_disk_while_others_are_generated_and_they_alone_are_asked_for_later(tmp_path, monkeypatch):
     """Whatever order it ended in, twice, and although the process is killed; each response is a sign of life."""
     monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
     whole = ask(RolloutStore(tmp_path / "whole"), Engine())
@@ -106,7 +102,7 @@ def test_what_has_ended_is_on_disk_while_the_rest_is_generated_and_the_rest_alon
     assert [item.rollout.problem_id for item in store.stored(ITERATION)] == ["p-5", "p-0", "p-3"]
     engine = Streaming()
     assert ask(store, engine) == whole
-    assert engine.asked == [["p-1", "p-2", "p-4", "p-6"]]
+    assert engine.parts == [["p-1", "p-2", "p-4", "p-6"]]
 
 
 def test_a_run_that_is_asked_to_stop_keeps_what_has_ended(tmp_path):
@@ -118,32 +114,30 @@ def test_a_run_that_is_asked_to_stop_keeps_what_has_ended(tmp_path):
 @pytest.mark.parametrize(("error", "told"), [
     (UserError("no such rule"), "^no such rule$"),
     (PartlyScored("no judge is left", [SCORER.score([answer(REQUESTS[0])], [])[0]]),
-     "^no judge is left. 1 responses of iteration 3 are kept in .*; rerun"),
-])
+     "^no judge is left. 1 responses of iteration 3 are kept in .*; rerun")])
 def test_a_scorer_that_fails_meanwhile_ends_the_generation_with_its_reason(tmp_path, monkeypatch, error, told):
     monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)
 
-    class Patient(Streaming):
-        def generate(self, requests, sampling, arrivals):
-            arrivals.add([answer(requests[0])])
-            until = time.monotonic() + 60
-            while time.monotonic() < until:
-                arrivals.stop_if_asked()
-                time.sleep(0.01)
-            raise AssertionError("nothing ended it")
+    def generate(requests, sampling, arrivals):
+        arrivals.add([answer(requests[0])])
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            arrivals.stop_if_asked()
+            time.sleep(0.01)
+        raise AssertionError("nothing ended it")
 
     def fail(rollouts, problems):
         raise error
 
+    patient = SimpleNamespace(takes_all=True, generate=generate)
     with pytest.raises(UserError, match=told):
-        ask(RolloutStore(tmp_path), Patient(), scorer=SimpleNamespace(score=fail))
+        ask(RolloutStore(tmp_path), patient, scorer=SimpleNamespace(score=fail))
 
 
 @pytest.mark.parametrize(("changed", "told"), [
     ({"problem_id": "p-9"}, "problem_id p-0, .* p-9"),
     ({"prompt_ids": (4,)}, r"prompt_ids \(0, 7\), .* \(4,\)"),
-    ({"seed": 9}, "seed 0, .* 9"),
-])
+    ({"seed": 9}, "seed 0, .* 9")])
 def test_responses_on_disk_to_other_requests_are_refused_with_both_sides(tmp_path, changed: dict, told: str):
     store = RolloutStore(tmp_path)
     ask(store, Engine())
@@ -154,8 +148,7 @@ def test_responses_on_disk_to_other_requests_are_refused_with_both_sides(tmp_pat
 @pytest.mark.parametrize(("versions", "told"), [
     (None, "the engine: .* iteration 3 has policy version 2, .* version 3; generation.stale=correct"),
     (range(1), "the engine: .* has policy version 2, .* version 0$"),
-    (range(1, 2), "the engine: .* has policy version 2, .* version 1$"),
-])
+    (range(1, 2), "the engine: .* has policy version 2, .* version 1$")])
 def test_responses_of_another_policy_are_refused_before_they_are_written_and_on_disk(tmp_path, versions, told):
     class Stale(Engine):
         def generate(self, requests, sampling):
@@ -172,30 +165,24 @@ def test_responses_of_another_policy_are_refused_before_they_are_written_and_on_
 
 def test_what_an_engine_had_each_time_it_gave_up_is_scored_and_kept_and_only_the_rest_is_generated_later(tmp_path):
     """The first part is complete; of the second, p-3 to p-5, an engine has two responses, and then none more."""
-    class GivesUp(Engine):
-        def __init__(self, places) -> None:
-            super().__init__()
-            self.places = places
-
-        def generate(self, requests, sampling):
-            rollouts = super().generate(requests, sampling)
-            if requests[0].problem_id == "p-0":
-                return rollouts
-            raise PartlyGenerated("no server is left", [rollouts[place] for place in self.places])
+    def generate(places, requests, sampling):
+        rollouts = [answer(one) for one in requests]
+        if requests[0].problem_id == "p-0":
+            return rollouts
+        raise PartlyGenerated("no server is left", [rollouts[place] for place in places])
 
     whole = ask(RolloutStore(tmp_path / "whole"), Engine())
     store = RolloutStore(tmp_path / "given up")
     for places in ([2, 0], []):
         with pytest.raises(UserError, match="no server is left. 5 responses of iteration 3 .*given up"):
-            ask(store, GivesUp(places))
+            ask(store, SimpleNamespace(generate=partial(generate, places)))
     engine = Engine()
     assert ask(store, engine) == whole
     assert engine.parts == [["p-4", "p-6"]]
 
 
 @pytest.mark.parametrize("part_size", [1, 3, 99])
-@pytest.mark.parametrize("engine", [
-    Streaming([0, 3, 1, 6, 4, 2], RunStopped("asked")), Engine(killed_in=2)])
+@pytest.mark.parametrize("engine", [Streaming([0, 3, 1, 6, 4, 2], RunStopped("asked")), Engine(killed_in=2)])
 def test_a_scorer_that_compares_a_problems_responses_gets_all_of_them_at_once(tmp_path, monkeypatch, part_size, engine):
     """However they end, and in whatever parts they are generated and written."""
     monkeypatch.setattr(resumable, "WRITTEN_EVERY_S", 0.0)

@@ -9,14 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_edo.errors import UserError
-from nemo_edo.rollouts.store import (
-    RolloutStore,
-    ScoreStore,
-    StepScores,
-    estimate_bytes,
-    rollouts_checksum,
-    tokenizer_identity,
-)
+from nemo_edo.rollouts import store as module
+from nemo_edo.rollouts.store import RolloutStore, ScoreStore, StepScores, estimate_bytes
 from nemo_edo.types import Rollout, ScoredRollout
 
 IDS = st.lists(st.integers(0, 2**31 - 1), max_size=6).map(tuple)
@@ -41,8 +35,13 @@ def key(one: ScoredRollout) -> tuple[str, int]:
     return one.rollout.problem_id, one.rollout.sample_index
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None,
-          max_examples=50)
+def write_shard(store, rollouts, rank: int, world_size: int) -> None:
+    """As earlier versions wrote iteration 3."""
+    path = store.write(3, rollouts)
+    path.rename(path.with_name(f"rank_{rank}_of_{world_size}.parquet"))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
 @given(st.lists(scored_rollouts(), max_size=6, unique_by=key), st.integers(1, 3))
 def test_rollouts_read_back_exactly_and_in_order_also_from_the_shards_of_several_ranks(tmp_path, rollouts, world_size):
     shutil.rmtree(tmp_path / "iter_00003", ignore_errors=True)
@@ -52,17 +51,10 @@ def test_rollouts_read_back_exactly_and_in_order_also_from_the_shards_of_several
     assert store.read(3) == sorted(rollouts, key=key)
 
 
-def write_shard(store, rollouts, rank: int, world_size: int) -> None:
-    """As earlier versions wrote iteration 3."""
-    path = store.write(3, rollouts)
-    path.rename(path.with_name(f"rank_{rank}_of_{world_size}.parquet"))
-
-
 @pytest.mark.parametrize(("shards", "message"), [
     ([], "iter_00003: has no rollouts"),
     ([(0, 3), (2, 3)], r"iter_00003: has rank_0_of_3.parquet, rank_2_of_3.parquet"),
-    ([(0, 2), (0, 1)], r"iter_00003: has rank_0_of_1.parquet, rank_0_of_2.parquet"),
-])
+    ([(0, 2), (0, 1)], r"iter_00003: has rank_0_of_1.parquet, rank_0_of_2.parquet")])
 def test_shards_that_do_not_make_one_iteration_are_an_error(tmp_path, shards, message: str):
     """Each is (rank, world size)."""
     store = RolloutStore(tmp_path)
@@ -77,8 +69,7 @@ def test_shards_that_do_not_make_one_iteration_are_an_error(tmp_path, shards, me
 
 
 @pytest.mark.parametrize(("code", "told"), [
-    (errno.ENOSPC, UserError), (errno.EDQUOT, UserError), (errno.EACCES, PermissionError),
-])
+    (errno.ENOSPC, UserError), (errno.EDQUOT, UserError), (errno.EACCES, PermissionError)])
 def test_a_failed_write_keeps_the_old_shard_and_a_full_disk_names_the_folder(tmp_path, monkeypatch, code, told):
     store = RolloutStore(tmp_path)
     for text in ("older", "old"):
@@ -102,12 +93,9 @@ def test_estimate_bounds_the_size_of_incompressible_rollouts(tmp_path, rollouts,
     def ids(count: int) -> tuple[int, ...]:
         return tuple(rng.integers(0, 2**31, count).tolist())
 
-    batch = [
-        scored(f"train-{index}", ids=ids(response), prompt_ids=ids(prompt), seed=int(rng.integers(2**62)),
-               response_logprobs=tuple(rng.normal(size=response).tolist()),
-               text="".join(map(chr, rng.integers(32, 127, 5 * response))))
-        for index in range(rollouts)
-    ]
+    batch = [scored(f"train-{index}", ids=ids(response), prompt_ids=ids(prompt), seed=int(rng.integers(2**62)),
+                    response_logprobs=tuple(rng.normal(size=response).tolist()),
+                    text="".join(map(chr, rng.integers(32, 127, 5 * response)))) for index in range(rollouts)]
     size = RolloutStore(tmp_path).write(0, batch).stat().st_size
     assert size <= estimate_bytes(rollouts, prompt, response)
     assert rollouts < 300 or estimate_bytes(rollouts, prompt, response) < 2 * size
@@ -141,18 +129,16 @@ def test_rollouts_of_another_tokenizer_are_refused_with_both_names(tmp_path):
     assert RolloutStore(tmp_path, tokenizer="abc (128 tokens)").read(0) == RolloutStore(tmp_path).read(0) == [scored()]
 
 
-class Tokenizer(dict):
-    """A vocabulary, as far as its identity goes."""
-
-    def get_vocab(self) -> dict[str, int]:
-        return dict(self)
-
-
 def test_a_tokenizers_identity_is_that_of_its_vocabulary():
-    identity = tokenizer_identity(Tokenizer(a=0, b=1))
-    assert identity == tokenizer_identity(Tokenizer(b=1, a=0))
-    assert identity.endswith("(2 tokens)")
-    assert len({identity, *map(tokenizer_identity, (Tokenizer(a=1, b=0), Tokenizer(a=0, c=1), Tokenizer(a=0)))}) == 4
+    class Tokenizer(dict):
+        get_vocab = dict.copy
+
+    def identity(**vocabulary: int) -> str:
+        return module.tokenizer_identity(Tokenizer(vocabulary))
+
+    assert identity(a=0, b=1) == identity(b=1, a=0)
+    assert identity(a=0, b=1).endswith("(2 tokens)")
+    assert len({identity(a=0, b=1), identity(a=1, b=0), identity(a=0, c=1), identity(a=0)}) == 4
 
 
 SCORES = {("test-1", 0): StepScores((0.5, -1.25)), ("test-1", 1): StepScores((2.0,)), ("test-2", 0): StepScores((0.1,))}
@@ -176,11 +162,10 @@ def test_scoring_resumes_after_its_parts_of_the_same_responses_and_model_and_the
 
 def test_the_checksum_is_of_problems_samples_and_tokens_in_any_order():
     one, two = scored("test-1", 0, (5, 6)), scored("test-1", 1, (7,))
-    checksum = rollouts_checksum([one, two])
-    assert rollouts_checksum([two, one]) == checksum
-    assert rollouts_checksum([scored("test-1", 0, (5, 6), reward=0.0), two]) == checksum  # scored again: the same text
+    checksum = module.rollouts_checksum([one, two])
+    for same in ([two, one], [scored("test-1", 0, (5, 6), reward=0.0), two]):  # scored again: the same text
+        assert module.rollouts_checksum(same) == checksum
     others = [
         [one], [one, scored("test-1", 1, (8,))], [one, scored("test-1", 2, (7,))], [one, scored("test-2", 1, (7,))],
-        [scored("test-1", 0, (5,)), scored("test-1", 1, (6, 7))],
-    ]  # fmt: skip
-    assert len({checksum, *map(rollouts_checksum, others)}) == 1 + len(others)
+        [scored("test-1", 0, (5,)), scored("test-1", 1, (6, 7))]]
+    assert len({checksum, *map(module.rollouts_checksum, others)}) == 1 + len(others)

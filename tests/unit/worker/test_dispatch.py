@@ -26,11 +26,8 @@ def double(worker: Worker, rows: torch.Tensor, more: int = 0) -> torch.Tensor:
     return 2 * rows + more
 
 
-def remember(worker: Worker, value: str) -> None:
+def remember(worker: Worker, value) -> list:
     worker.seen = [*getattr(worker, "seen", []), value]
-
-
-def recall(worker: Worker) -> list[str]:
     return worker.seen
 
 
@@ -50,47 +47,41 @@ def fail_at(worker: Worker, argument: tuple[int, type[Exception]] | None, rank: 
 
 def serve(connection, replies=None) -> None:
     """What ``serve.serve`` does, in a thread; replies: of a process that answers otherwise (None: it goes)."""
-    worker, asked = Worker(), False
+    worker = Worker()
     worker.tell = lambda news: connection.send_bytes(pack(Answer(NEWS, news)))
     while True:
         message = pickle.loads(connection.recv_bytes())
         if message == (END,):
             return
-        answered = answer(worker, message, lambda: asked) if replies is None else replies(message)
+        answered = answer(worker, message, bool) if replies is None else replies(message)
         if answered is None:
             connection.close()
             return
         connection.send_bytes(pack(answered))
 
 
-@pytest.fixture
-def start():
-    """start(replies of rank 1, ...): the controller's view of a rank for each."""
-
-    def begin(*replies) -> Workers:
-        others = []
-        for rank, reply in enumerate(replies, start=1):
-            ours, theirs = Pipe()
-            threading.Thread(target=serve, args=(theirs, reply), daemon=True).start()
-            others.append(_Rank(rank, f"node{rank}", ours))
-        return Workers(others)
-
-    return begin
+def start(*replies) -> Workers:
+    """The controller's view of a rank for each of the replies of rank 1, ..."""
+    others = []
+    for rank, reply in enumerate(replies, start=1):
+        ours, theirs = Pipe()
+        threading.Thread(target=serve, args=(theirs, reply), daemon=True).start()
+        others.append(_Rank(rank, f"node{rank}", ours))
+    return Workers(others)
 
 
-def test_each_rank_gets_its_argument_and_answers_in_the_order_of_the_ranks(start):
+def test_each_rank_gets_its_argument_and_answers_in_the_order_of_the_ranks():
     workers = start(None, None)
     assert workers.size == 3
     rows = [torch.arange(n + 1) for n in range(3)]
     assert [found.tolist() for found in workers.call(double, 1, each=rows)] == [[1], [1, 3], [1, 3, 5]]
     workers.call(remember, "a")
-    workers.call(remember, "b")
-    assert workers.call(recall) == [["a", "b"]] * 3
+    assert workers.call(remember, "b") == [["a", "b"]] * 3
     assert workers.call(with_own, own=print) == [True, False, False]
     workers.end()
 
 
-def test_what_ranks_tell_during_a_call_arrives_with_their_number(start):
+def test_what_ranks_tell_during_a_call_arrives_with_their_number():
     workers, heard = start(None, None), []
     workers.call(tell, each=["of 0", "of 1", "of 2"], news=lambda rank, news: heard.append((rank, news)))
     workers.call(tell, each=["unheard"] * 3)
@@ -99,9 +90,7 @@ def test_what_ranks_tell_during_a_call_arrives_with_their_number(start):
 
 def test_one_process_calls_its_worker_without_copying_anything():
     rows = torch.zeros(3)
-    workers = Workers()
-    workers.call(remember, rows)
-    assert workers.call(recall)[0][0] is rows
+    assert Workers().call(remember, rows)[0][0] is rows
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.bool])
@@ -112,7 +101,7 @@ def test_tensors_arrive_to_the_last_bit_and_can_be_written_to(dtype):
         found.zero_()
 
 
-def test_ranks_of_one_share_get_the_same_bytes_and_no_other_ranks_rows(start, monkeypatch):
+def test_ranks_of_one_share_get_the_same_bytes_and_no_other_ranks_rows(monkeypatch):
     sent = []
     monkeypatch.setattr(dispatch, "pack", lambda message, plain=pack: sent.append(message) or plain(message))
     workers = start(None, None, None)
@@ -122,7 +111,7 @@ def test_ranks_of_one_share_get_the_same_bytes_and_no_other_ranks_rows(start, mo
     assert [message[2][0].tolist() for message in calls] == [one.tolist(), two.tolist()]
 
 
-def test_an_error_that_all_ranks_raise_is_raised_once_and_the_ranks_go_on(start):
+def test_an_error_that_all_ranks_raise_is_raised_once_and_the_ranks_go_on():
     workers = start(None, None)
     with pytest.raises(UserError, match="rank 0 cannot"):
         workers.call(fail_at, 0, each=[(rank, UserError) for rank in range(3)])
@@ -131,16 +120,15 @@ def test_an_error_that_all_ranks_raise_is_raised_once_and_the_ranks_go_on(start)
 
 @pytest.mark.parametrize(("error", "raised", "told"), [
     (UserError, UserError, "rank 2 on node2: rank 2 cannot"),
-    (KeyError, WorkerFailed, "rank 2 on node2 failed in fail_at: KeyError: 'rank 2 cannot'\nTraceback"),
-])  # fmt: skip
-def test_an_error_of_one_rank_names_it(start, error, raised, told: str):
+    (KeyError, WorkerFailed, "rank 2 on node2 failed in fail_at: KeyError: 'rank 2 cannot'\nTraceback")])
+def test_an_error_of_one_rank_names_it(error, raised, told):
     workers = start(None, None)
     with pytest.raises(raised) as found:
         workers.call(fail_at, 0, each=[None, None, (2, error)])
     assert str(found.value).startswith(told)
 
 
-def test_an_error_of_rank_0_is_explained_by_the_rank_that_it_follows_from(start):
+def test_an_error_of_rank_0_is_explained_by_the_rank_that_it_follows_from():
     workers = start(None, lambda message: time.sleep(0.3))  # rank 2 ends
     with pytest.raises(WorkerFailed, match="rank 2 on node2 has ended during fail_at"):
         workers.call(fail_at, 0, each=[(0, RuntimeError), None, None])
@@ -150,38 +138,33 @@ def test_an_error_of_rank_0_is_explained_by_the_rank_that_it_follows_from(start)
         workers.call(fail_at, 0, each=[None] * 3)
 
 
-def test_a_rank_that_ends_or_answers_out_of_step_ends_the_run(start):
+def test_a_rank_that_ends_or_answers_out_of_step_ends_the_run():
     workers = start(lambda message: None)
     with pytest.raises(WorkerFailed, match="rank 1 on node1 has ended"):
-        workers.call(recall_nothing)
+        workers.call(with_own)
     with pytest.raises(WorkerFailed, match="rank 1 on node1 has ended"):  # nothing waits for it any more
-        workers.call(recall_nothing)
+        workers.call(with_own)
     workers = start(lambda message: Answer(message[0] - 1))
     with pytest.raises(WorkerFailed, match="rank 1 on node1 answered call 0, not 1"):
-        workers.call(recall_nothing)
+        workers.call(with_own)
 
 
-def recall_nothing(worker: Worker) -> None:
-    pass
-
-
-def test_a_rank_that_was_asked_to_stop_tells_the_controller(start):
+def test_a_rank_that_was_asked_to_stop_tells_the_controller():
     workers = start(lambda message: Answer(message[0], asked_to_stop=True))
     assert not workers.asked_to_stop
-    workers.call(recall_nothing)
+    workers.call(with_own)
     assert workers.asked_to_stop
 
 
-def test_who_has_not_answered_is_known_while_a_call_waits(start):
+def test_who_has_not_answered_is_known_while_a_call_waits():
     done = threading.Event()
     workers = start(None, lambda message: done.wait() and Answer(message[0]))
     assert workers.waited_for() == ""
-    calling = threading.Thread(target=workers.call, args=(recall_nothing,))
+    calling, limit = threading.Thread(target=workers.call, args=(with_own,)), time.monotonic() + 60
     calling.start()
-    limit = time.monotonic() + 60
-    while workers.waited_for() != "rank 2 on node2 did not answer recall_nothing" and time.monotonic() < limit:
+    while workers.waited_for() != "rank 2 on node2 did not answer with_own" and time.monotonic() < limit:
         time.sleep(0.01)
-    assert workers.waited_for() == "rank 2 on node2 did not answer recall_nothing"
+    assert workers.waited_for() == "rank 2 on node2 did not answer with_own"
     done.set()
     calling.join()
     assert workers.waited_for() == ""
@@ -223,9 +206,8 @@ dispatch.Workers([dispatch._Rank(1, "node7", ours)]).call(stuck)
 
 @pytest.mark.parametrize(("reply", "told"), [
     ("theirs.close()", "rank 1 on node7 has ended during stuck"),
-    ("theirs.send_bytes(dispatch.pack(dispatch.Answer(1, error='MemoryError')))", "rank 1 on node7 failed in stuck: "
-     "MemoryError"),
-])  # fmt: skip
+    ("theirs.send_bytes(dispatch.pack(dispatch.Answer(1, error='MemoryError')))",
+     "rank 1 on node7 failed in stuck: MemoryError")])
 def test_where_rank_0_waits_in_a_collective_for_a_rank_that_failed_the_process_ends_with_one_message(reply, told):
     done = subprocess.run([sys.executable, "-c", STUCK.format(reply=reply)], capture_output=True, text=True,
                           timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
