@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -10,14 +9,13 @@ import pytest
 from helpers.one_run import evaluation
 from helpers.run_folder import write_run_folder
 
+from nemo_edo.evaluation.results import Evaluation
 from nemo_edo.metrics import share_interval
 from nemo_edo.report.charts import all_charts, pareto_front
 from nemo_edo.report.comparison import Comparison, compare
 from nemo_edo.report.plotting import arm_styles, line_chart
 from nemo_edo.report.run_folders import find_runs
 from nemo_edo.report.run_set import one_run, read_runs
-
-STYLES = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
 
 
 def drawing(chart) -> tuple[list[dict], dict]:
@@ -35,21 +33,19 @@ def labels(chart) -> list[str]:
     return [style.label for style in chart.legend]
 
 
-def line(x, y, low=None, high=None) -> pd.DataFrame:
-    columns = {"y": y} if low is None else {"y": y, "low": low, "high": high}
-    return pd.DataFrame(columns, x, dtype=float)
-
-
 def draw(**lines):
-    return line_chart("key", "Title", "Caption", lines, STYLES, x_title="x", y_title="y")
+    """A chart of each arm's values by x."""
+    frames = {arm: pd.DataFrame({"y": [*values.values()]}, [*values], dtype=float) for arm, values in lines.items()}
+    styles = arm_styles({"warmup": "Start", "a": "Arm A", "b": "<b>&</b>"})
+    return line_chart("key", "Title", "Caption", frames, styles, x_title="x", y_title="y")
 
 
 def test_missing_and_non_finite_values_are_gaps_and_what_has_no_value_is_not_drawn():
-    (trace,) = traces(draw(b=line([1, 2, 3, 4], [0.5, math.nan, math.inf, 0.7])))
+    (trace,) = traces(draw(b={1: 0.5, 2: math.nan, 3: math.inf, 4: 0.7}))
     assert trace["y"] == [0.5, None, None, 0.7]
     assert trace["name"] == "&lt;b&gt;&amp;&lt;/b&gt;"  # plotly reads a label as markup
-    assert draw(a=line([], []), b=line([1.0], [math.nan])) is None
-    assert labels(draw(a=line([1], [1]), b=line([], []))) == ["Arm A"]
+    assert draw(a={}, b={1: math.nan}) is None
+    assert labels(draw(a={1: 1}, b={})) == ["Arm A"]
 
 
 def test_front_has_the_points_that_no_other_beats():
@@ -58,44 +54,29 @@ def test_front_has_the_points_that_no_other_beats():
     assert sorted(pareto_front({"a": (1, 1), "twin": (1, 1)})) == ["a", "twin"]
 
 
-FIRST, DIVERSITY = ["differences", "test-greedy_accuracy"], ["matched", "frontier-vote-10"]
-DIAGNOSTICS = ["reward", "entropy", "distinct", "kl", "well-formed", "exploration", "floor", "warm-up"]
+KEYS = ["differences", "test-greedy_accuracy", "matched", "frontier-vote-10", "pass", "reward", "entropy", "distinct",
+        "kl", "well-formed", "exploration", "floor", "warm-up"]
 METRICS = ["greedy_accuracy", "vote@10", "distinct_4"]
-
-
-@pytest.fixture
-def compared(tmp_path):
-    def build(**options) -> Comparison:
-        return compare(one_run(write_run_folder(tmp_path / "run", iterations=4, problems=20, **options)))
-
-    return build
-
-
-def keys(charts: list) -> list[str]:
-    return [chart.key for chart in charts]
 
 
 def by_key(comparison: Comparison) -> dict:
     found = all_charts(comparison, METRICS)
-    charts = [*found["first"], *found["diversity"], *found["test_time"], *found["diagnostics"]]
-    assert len(set(keys(charts))) == len(charts)
+    charts = [chart for section in ("first", "diversity", "test_time", "diagnostics") for chart in found[section]]
+    assert len({chart.key for chart in charts}) == len(charts)
     return {chart.key: chart for chart in charts}
 
 
-@pytest.mark.parametrize(("options", "first", "diagnostics", "named"), [
-    ({}, FIRST, DIAGNOSTICS, []),
-    ({"interim": False, "start": False}, ["differences", "reward"], DIAGNOSTICS[1:-1], ["Warm-up loss"]),
-])
-def test_a_run_has_every_chart_once_and_what_it_did_not_record_is_named(compared, options, first, diagnostics, named):
-    comparison = compared(**options)
-    charts = all_charts(comparison, METRICS)
-    assert (keys(charts["first"]), keys(charts["diversity"]), keys(charts["test_time"])) == (first, DIVERSITY, ["pass"])
-    assert (keys(charts["diagnostics"]), charts["undrawn"]) == (diagnostics, named)
-    assert labels(by_key(comparison)["frontier-vote-10"]) == [comparison.labels[arm] for arm in comparison.arms]
+def test_a_run_has_every_chart_once_and_what_it_did_not_record_is_named(tmp_path):
+    whole, less = (compare(one_run(write_run_folder(tmp_path / name, iterations=4, problems=20, **options)))
+                   for name, options in (("whole", {}), ("less", {"interim": False, "start": False})))
+    assert (list(by_key(whole)), all_charts(whole, METRICS)["undrawn"]) == (KEYS, [])
+    assert labels(by_key(whole)["frontier-vote-10"]) == [whole.labels[arm] for arm in whole.arms]
+    assert set(KEYS) - set(by_key(less)) == {"test-greedy_accuracy", "warm-up"}
+    assert all_charts(less, METRICS)["undrawn"] == ["Warm-up loss"]
 
 
-def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_seed_behind(compared):
-    comparison = compared(replicate=True)
+def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_seed_behind(tmp_path):
+    comparison = compare(one_run(write_run_folder(tmp_path / "run", iterations=4, problems=20, replicate=True)))
     chart = by_key(comparison)["differences"]
     drawn = traces(chart)
     assert len(drawn) == len(comparison.arms) - 1
@@ -108,25 +89,21 @@ def test_the_forest_has_each_difference_with_its_interval_and_the_noise_of_one_s
     assert bands == {place: comparison.noise[metric] for place, metric in enumerate(METRICS)}
 
 
-def curves(arm: str, largest: int, *, names=("mine",), problems: int = 12):
-    rng, metrics = np.random.default_rng(len(arm)), {}
+def store_curves(folder, arm: str, largest: int, name: str = "mine") -> Evaluation:
+    rng, metrics = np.random.default_rng(largest), {}
     for k in range(1, largest + 1):
-        scores = [f"best_of@{k}/{name}" for name in (*names, "oracle")]
-        metrics |= {name: rng.random(problems) for name in (f"majority@{k}", f"pass@{k}", *scores)}
-        metrics[f"tokens@{k}"] = [7.0 * k] * problems
-    return evaluation(arm, problems, **metrics)
-
-
-def store_curves(folder, *found) -> None:
-    (folder / "test_time").mkdir()
-    for one in found:
-        (folder / "test_time" / f"{one.arm}.json").write_text(json.dumps(one.record()))
+        names = (f"majority@{k}", f"pass@{k}", f"best_of@{k}/{name}", f"best_of@{k}/oracle")
+        metrics |= {metric: rng.random(12) for metric in names} | {f"tokens@{k}": [7.0 * k] * 12}
+    found = evaluation(arm, 12, **metrics)
+    (folder / "test_time").mkdir(exist_ok=True)
+    (folder / "test_time" / f"{arm}.json").write_text(json.dumps(found.record()))
+    return found
 
 
 def test_each_family_has_the_means_with_the_interval_of_each_k_and_says_its_tokens(tmp_path):
     folder = write_run_folder(tmp_path / "run", arms=("grpo", "edo_floor"), start=False, problems=12, seed=5)
-    found = curves("grpo", 4)
-    store_curves(folder, found, curves("edo_floor", 5, names=("other",)))
+    found = store_curves(folder, "grpo", 4)
+    store_curves(folder, "edo_floor", 5, "other")
     charts = by_key(compare(one_run(folder)))
     low, high, line = traces(charts["samples-majority-"])[:3]
     expected = [share_interval(*found.metrics[f"majority@{k}"], resamples=200, seed=5) for k in (1, 2, 3, 4)]
@@ -142,12 +119,11 @@ def test_several_runs_have_the_charts_of_one_with_means_and_the_range_of_their_s
     majority = []
     for seed, largest in ((1, 4), (2, 6)):
         folder = write_run_folder(tmp_path / f"seed_{seed}", arms=("grpo",), iterations=2, problems=12, seed=seed)
-        found = curves("g" * seed, largest)
-        store_curves(folder, replace(found, arm="grpo"))
+        found = store_curves(folder, "grpo", largest)
         majority.append([found.mean(f"majority@{k}") for k in (1, 2, 3, 4)])
     comparison = compare(read_runs(find_runs([str(tmp_path)])))
     drawn = by_key(comparison)
-    assert {*FIRST[1:], *DIVERSITY, *DIAGNOSTICS, "samples-pass-"} <= set(drawn) and "pass" not in drawn
+    assert {*KEYS, "samples-pass-"} - {"differences", "pass"} <= set(drawn) and "pass" not in drawn
     low, high, line = traces(drawn["samples-majority-"])[-3:]
     assert line["y"] == pytest.approx(np.mean(majority, axis=0))
     assert low["y"] == pytest.approx(np.min(majority, axis=0)) and high["y"] == pytest.approx(np.max(majority, axis=0))

@@ -3,10 +3,11 @@
 import base64
 import csv
 import gzip
+import html
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,46 +29,29 @@ from nemo_edo.types import Rollout, ScoredRollout
 ATTACK = "<script>alert('attack')</script>"
 
 
-class Page(HTMLParser):
-    """Collects what a browser would fetch or run, and the visible text."""
+class Page:
+    """What a browser would fetch or run, the visible text, and the sections."""
 
-    def __init__(self, text):
-        super().__init__()
-        self.links, self.scripts, self.words, self.within, self.sections = [], [], [], [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.links += [value for name, value in attributes if name in ("src", "href", "srcset", "action", "data")]
-        self.sections += [value for name, value in attributes if name == "aria-labelledby" and tag == "section"]
-        if tag in ("script", "style"):
-            self.within.append(tag)
-
-    def handle_endtag(self, tag):
-        if tag in ("script", "style"):
-            self.within.pop()
-
-    def handle_data(self, data):
-        (self.scripts if self.within else self.words).append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", "".join(self.words))
+    def __init__(self, text: str) -> None:
+        embedded = r"(<(script|style)\b[^>]*>)(.*?)</\2>"
+        self.scripts = [content for _, _, content in re.findall(embedded, text, re.DOTALL)]
+        markup = re.sub(embedded, r"\1", text, flags=re.DOTALL)
+        tags = "".join(re.findall(r"<[^>]+>", markup))
+        self.links = re.findall(r"""\s(?:src|href|srcset|action|data)\s*=\s*["']?([^"'\s>]*)""", tags)
+        self.sections = re.findall(r'<section[^>]* aria-labelledby="([^"]*)"', tags)
+        self.text = re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]+>", "", markup)))
 
 
 SIZES = {"iterations": 3, "problems": 20, "attack": ATTACK}
 
 
-@pytest.fixture
-def report(tmp_path):
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> str:
     """The text of one run's page."""
-
-    def build(**options) -> str:
-        folder = write_run_folder(tmp_path / "run", **SIZES, **options)
-        assert write_report(one_run(folder)).path == folder / "report.html"
-        assert (folder / "report.csv").is_file() and json.loads((folder / "report.json").read_text())
-        return (folder / "report.html").read_text(encoding="utf-8")
-
-    return build
+    folder = write_run_folder(tmp_path_factory.mktemp("alone") / "run", **SIZES)
+    assert write_report(one_run(folder)).path == folder / "report.html"
+    assert (folder / "report.csv").is_file() and json.loads((folder / "report.json").read_text())
+    return (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +65,10 @@ def several(tmp_path_factory) -> Path:
     return write_report(read_runs(find_runs([str(folder)]))).path
 
 
-def test_a_page_forbids_every_request_and_the_runs_text_is_shown_and_never_becomes_markup(report, several):
-    for text, shown in ((report(), 8), (several.read_text(), 5)):
+def test_a_page_forbids_every_request_and_the_runs_text_is_shown_and_never_becomes_markup(alone, several):
+    for text, shown in ((alone, 8), (several.read_text(), 5)):
         page = Page(text)
-        assert all(link.startswith("#") for link in page.links) and "default-src 'none'" in text
+        assert page.links and all(link.startswith("#") for link in page.links) and "default-src 'none'" in text
         assert "url(" not in text[text.index("<style>") : text.index("</style>")]
         assert text.count("plotly.js (basic - minified) v") == 1 and len(text) < 2_000_000
         assert page.text.count(ATTACK) > shown  # of one run in responses, a question and the config, too
@@ -92,13 +76,13 @@ def test_a_page_forbids_every_request_and_the_runs_text_is_shown_and_never_becom
         assert ATTACK not in text
 
 
-def test_one_report_and_that_of_several_have_the_same_sections_and_the_runs_that_were_left_out(report, several):
-    alone, set_of_runs = Page(report()), Page(several.read_text())
-    assert alone.sections == set_of_runs.sections == ["results", "diversity", "test-time", "diagnostics", "setup"]
-    assert "exploration_coefficient01e-060.30" in alone.text.replace(" ", "")
+def test_one_report_and_that_of_several_have_the_same_sections_and_the_runs_that_were_left_out(alone, several):
+    one, set_of_runs = Page(alone), Page(several.read_text())
+    assert one.sections == set_of_runs.sections == ["results", "diversity", "test-time", "diagnostics", "setup"]
+    assert "exploration_coefficient01e-060.30" in one.text.replace(" ", "")
     named = [str(several.parent / run) for run in ("seed_1", "seed_2", "seed_3")]
     assert all(part in set_of_runs.text for part in (*named, "left out: it has not finished", "1 left out"))
-    assert "Time: train 9.0 s, log pi old 4.0 s, without a name 0.5 s." in alone.text
+    assert "Time: train 9.0 s, log pi old 4.0 s, without a name 0.5 s." in one.text
     assert "Time: train 27.0 s, log pi old 12.0 s, without a name 1.5 s, all runs together." in set_of_runs.text
 
 
@@ -117,36 +101,32 @@ def test_the_facts_are_of_the_runs_algorithm_and_of_the_evaluations_that_are_sto
 
 def test_csv_and_json_have_the_table_with_every_seed(several: Path, tmp_path: Path):
     floor, alone = "ED-GRPO 0.3, floor -0.1", "ED-GRPO α=0.1"
-    runs = read_runs(find_runs([str(several.parent)]))
-    with pytest.raises(UserError, match="ends in .html"):
-        write_report(runs, tmp_path / "report.csv")
-    run = several.parent / "seed_1"
-    for own in ("summary", "samples", "evaluations/grpo"):
-        with pytest.raises(UserError, match=f"{own}.json would be replaced"):
-            write_report(one_run(run), run / f"{own}.html")
-    (tmp_path / "table.csv").write_text("task,arm\n")
-    with pytest.raises(UserError, match="table.csv would be replaced"):
-        write_report(runs, tmp_path / "table.html")
-    written = write_report(runs, tmp_path / "new" / "study.html", "GRPO")
-    with written.path.with_suffix(".csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
-    [row] = [row for row in rows if (row["arm"], row["metric"]) == (floor, "entropy")]
+    written = write_report(read_runs(find_runs([str(several.parent)])), tmp_path / "new" / "study.html", "GRPO")
     comparison = written.comparison
+    with written.path.with_suffix(".csv").open(newline="") as file:
+        rows = {(row["arm"], row["metric"]): row for row in csv.DictReader(file)}
+    row, single = rows[floor, "entropy"], rows[alone, "entropy"]
+    assert tuple(row) == COLUMNS
     assert float(row["mean"]) == comparison.table[floor]["entropy"].interval.mean
     assert float(row["difference_low"]) == comparison.difference(floor, "entropy").interval.low
     assert (row["seeds"], row["common_seeds"], row["baseline"]) == ("2", "2", "GRPO")
-    [single] = [row for row in rows if (row["arm"], row["metric"]) == (alone, "entropy")]
     assert (single["seeds"], single["low"], single["high"]) == ("1", "", "")
     record = json.loads(written.path.with_suffix(".json").read_text())
     assert record["table"][0]["by_seed"].keys() == record["matched"]["accuracies"].keys() == {"1", "2"}
     assert record["arms"][alone] == [1]
     assert record["conclusions"] == written.conclusions
-    assert written.lines[0] == terminal_table(comparison)
-    assert written.lines[-1] == f"report: {written.path}"
+    assert (written.lines[0], written.lines[-1]) == (terminal_table(comparison), f"report: {written.path}")
 
 
-# --- samples ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("out", "told"), [
+    ("report.csv", "ends in .html"), ("summary.html", "summary.json would be replaced"),
+    ("table.html", "table.csv would be replaced")])
+def test_a_report_replaces_no_file_but_reports(several: Path, out: str, told: str):
+    run = several.parent / "seed_1"
+    (run / "table.csv").write_text("task,arm\n")
+    with pytest.raises(UserError, match=told):
+        write_report(one_run(run), run / out)
+
 
 SAMPLED = 8
 
@@ -209,62 +189,28 @@ def test_a_run_without_stored_responses_has_none_and_a_policy_with_damaged_ones_
     assert [one["trained"] for one in unpacked(found)["policies"]] == [False]
 
 
-# --- search trees ----------------------------------------------------------------------------------------------------
-
-
-class Digits:
-    """Proposes the digits; a path of three steps is finished."""
-
-    def propose(self, paths, count, seeds):
-        return [[Step(str(i), len(path.steps) == 2, 1) for i in range(count)] for path in paths]
-
-
-class Sums:
-    def score(self, paths):
-        return [StepScore(sum(map(float, path.steps)), torch.eye(4)[len(path.steps)]) for path in paths]
-
-
-@pytest.fixture
-def result():
-    [found] = SearchLLM(Digits(), Sums(), SearchConfig(3, 3, 2, 0.5)).search(["How <b>much</b>?"], 0)
-    return found
-
-
-@pytest.fixture
-def run(tmp_path):
-    return write_run_folder(tmp_path / "run", arms=("grpo",), iterations=2, problems=5)
-
-
-def write(run, record, name="q0") -> None:
-    (run / "search").mkdir(exist_ok=True)
-    (run / "search" / f"{name}.json").write_text(json.dumps(record))
-
-
-def test_a_search_is_read_back_as_it_was_with_the_nodes_of_its_answer_marked(run, result):
-    write(run, tree_record(result))
-    [tree] = read_trees(run)
-    assert (tree.name, tree.question, len(tree.nodes)) == ("q0", "How <b>much</b>?", len(result.nodes))
-    for read, node in zip(tree.nodes, result.nodes, strict=True):
+def test_a_search_is_read_back_as_it_was_and_the_page_has_every_node_with_its_text_escaped(tmp_path, alone):
+    """The search proposes the digits, and a path of three steps is finished."""
+    proposer = SimpleNamespace(propose=lambda paths, count, seeds: [
+        [Step(str(i), len(path.steps) == 2, 1) for i in range(count)] for path in paths])
+    reward_model = SimpleNamespace(score=lambda paths: [
+        StepScore(sum(map(float, path.steps)), torch.eye(4)[len(path.steps)]) for path in paths])
+    [result] = SearchLLM(proposer, reward_model, SearchConfig(3, 3, 2, 0.5)).search(["How <b>much</b>?"], 0)
+    run = write_run_folder(tmp_path / "run", arms=("grpo",), iterations=2, problems=5)
+    (run / "search").mkdir()
+    for place in range(SHOWN + 1):
+        (run / "search" / f"q{place}.json").write_text(json.dumps(tree_record(result)))
+    trees = read_trees(run)
+    assert [tree.name for tree in trees] == [f"q{place}" for place in range(SHOWN)]
+    assert trees[0].question == "How <b>much</b>?"
+    for read, node in zip(trees[0].nodes, result.nodes, strict=True):
         assert read["step"] == (node.path.steps[-1] if node.path.steps else "")
         for name in ("parent", "reward", "width", "value", "finished", "made_at", "expanded_at"):
             assert read[name] == getattr(node, name)
-    assert tuple(node["step"] for node in tree.answer) == result.path.steps
-    place, path = result.best, set()
-    while place is not None:
-        path.add(place)
-        place = result.nodes[place].parent
-    assert {place for place, node in enumerate(tree.nodes) if node["chosen"]} == path
-
-
-def test_the_report_draws_every_node_and_escapes_its_text(run, result):
-    assert read_trees(run) == []
-    assert 'id="search"' not in write_report(one_run(run)).path.read_text()
-    for place in range(SHOWN + 1):
-        write(run, tree_record(result), f"q{place}")
-    assert [tree.name for tree in read_trees(run)] == [f"q{place}" for place in range(SHOWN)]
-    for place in range(1, SHOWN + 1):
-        (run / "search" / f"q{place}.json").unlink()
+    assert tuple(node["step"] for node in trees[0].answer) == result.path.steps
+    assert [place for place, node in enumerate(trees[0].nodes) if node["chosen"]][-1] == result.best
     page = write_report(one_run(run)).path.read_text()
-    assert page.count('<g class="node') == len(result.nodes)
+    assert 'id="search"' in page and 'id="search"' not in alone
+    assert page.count('<g class="node') == SHOWN * len(result.nodes)
+    assert page.count('" width="10" height="10"/>') == SHOWN * sum(node.finished for node in result.nodes)
     assert "How <b>much</b>?" not in page and "How &lt;b&gt;much&lt;/b&gt;?" in page
-    assert page.count('" width="10" height="10"/>') == sum(node.finished for node in result.nodes)

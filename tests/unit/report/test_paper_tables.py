@@ -17,15 +17,7 @@ from nemo_edo.report.run_folders import FoundRuns
 from nemo_edo.report.run_set import read_run
 from tools.paper_tables.published import OUT_OF_DISTRIBUTION, OVERALL, ROW, TABLES, published
 from tools.paper_tables.settings import departures
-from tools.paper_tables.tables import (
-    NOT_MEASURED,
-    NOT_RUN,
-    build_table,
-    html,
-    main,
-    markdown,
-    write_table,
-)
+from tools.paper_tables.tables import NOT_MEASURED, NOT_RUN, build_table, main, markdown, write_table
 
 MAIN = "main/gsm8k_llama3_grpo"
 GSM8K = ("Llama-3-8B-Instruct", "GSM8K", "GSM8K")
@@ -41,10 +33,9 @@ def config(name: str):
 @pytest.fixture
 def run(tmp_path: Path):
     """Writes a run of an experiment and reads it back; ``changed`` sets whole sections of its config."""
-    def write(name: str, shares: dict, seed: int = 42, lines: tuple = (), folder: str | None = None, **changed):
-        cfg = replace(config(name), seed=seed, **changed)
+    def write(name: str, shares: dict, seed: int = 42, folder: str | None = None, **changed):
         path = tmp_path / (folder or f"{name.replace('/', '_')}_{seed}")
-        return read_run(write_experiment_run(path, cfg, shares, lines))
+        return read_run(write_experiment_run(path, replace(config(name), seed=seed, **changed), shares))
     return write
 
 
@@ -134,8 +125,7 @@ def test_overall_is_the_plain_mean_of_all_five_benchmarks_and_of_no_fewer_as_in_
     ("model", {"architecture": {**config(MAIN).model.architecture, "rope_scaling": {"factor": 8.0}}},
      "model.architecture.rope_scaling"),
     ("grpo", {"alpha": 0.5}, "alpha is 0.5, the paper's 0.001"),
-    ("grpo", {"beta": 0.01, "epochs": 2, "clip_high": 0.3}, None),  # the paper leaves them open
-])
+    ("grpo", {"beta": 0.01, "epochs": 2, "clip_high": 0.3}, None)])  # the paper leaves them open
 def test_a_run_with_another_setting_than_the_papers_is_not_in_the_table_which_says_why(run, section, change, told):
     record = run(MAIN, {"ed_grpo": HALF}, **{section: replace(getattr(config(MAIN), section), **change)})
     if told is None:
@@ -145,16 +135,6 @@ def test_a_run_with_another_setting_than_the_papers_is_not_in_the_table_which_sa
     table = build_table("main", [record])
     assert math.isnan(cells_of(table, "ed-grpo")["vote@10"].mean)
     assert any("ED-GRPO" in line and told in line for line in table.left_out) and told in markdown(table)
-
-
-def test_pages_escape_what_runs_say_and_fetch_nothing(run):
-    record = run(MAIN, {"grpo": HALF})
-    attack = "<script>window.attacked = true</script>"
-    record.config["model"]["path"] = f"/models/{attack}"
-    table = build_table("main", [record])
-    page = html(table)
-    assert "window.attacked" in page and attack not in page + markdown(table)
-    assert "<script" not in page and "src=" not in page and "http" not in page.replace("http-equiv", "")
 
 
 def test_the_command_prints_the_table_or_writes_it_as_its_files_name_says(run, tmp_path: Path, capsys):
