@@ -1,7 +1,6 @@
 """The host's memory, with and without control groups of both versions."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -29,7 +28,6 @@ def test_memory_is_the_machines_or_what_the_processs_group_has(tmp_path, monkeyp
     contents |= {f"cgroup/{group}/{name}": f"{text}\n" for group, of_group in files.items()
                  for name, text in of_group.items()}
     for name, text in contents.items():
-        path: Path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     assert (memory.total_bytes(), memory.available_bytes()) == (total, available)

@@ -1,6 +1,5 @@
 """One owner at a time, whether the file system has locks, refuses them, or accepts them without effect."""
 
-import errno
 import os
 import time
 from pathlib import Path
@@ -36,8 +35,8 @@ def test_a_second_owner_is_refused_until_the_first_closes_the_file_or_has_ended(
 
 
 def test_locks_that_hold_on_one_machine_alone_count_as_none_and_are_warned_of_once(tmp_path, monkeypatch, capsys):
-    mounts = [SimpleNamespace(mountpoint=str(one), opts=opts) for one, opts in
-              ((tmp_path.parent, "rw,localflock"), ("/", "rw"))]  # fmt: skip
+    mounts = [SimpleNamespace(mountpoint=str(tmp_path.parent), opts="rw,localflock"),
+              SimpleNamespace(mountpoint="/", opts="rw")]
     monkeypatch.setattr(owned_file.psutil, "disk_partitions", lambda **_: mounts)
     monkeypatch.setattr(owned_file, "SETTLE_S", 0.01)
     owned = [OwnedFile(tmp_path / name) for name in "ab"]
@@ -60,12 +59,3 @@ def test_without_locks_an_owner_on_another_machine_lives_as_long_as_it_touches_t
     time.sleep(0.3)
     assert path.stat().st_mtime > time.time() - 10
     owner.close()
-
-
-def test_another_error_of_the_lock_is_not_taken_for_a_missing_one(tmp_path: Path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, "as told")
-
-    monkeypatch.setattr(owned_file.fcntl, "flock", fail)
-    with pytest.raises(OSError, match="as told"):
-        OwnedFile(tmp_path / "lock")

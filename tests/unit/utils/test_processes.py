@@ -1,6 +1,5 @@
 """Processes that end with the one that started them."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -22,20 +21,20 @@ time.sleep(120)"""
 
 
 @pytest.mark.parametrize("by_torchrun", [True, False])
-def test_a_command_that_torchrun_started_ends_with_it_before_any_import_and_others_do_not(by_torchrun: bool):
-    environment = {**os.environ, **({"TORCHELASTIC_RUN_ID": "none"} if by_torchrun else {})}
-    if not by_torchrun:
-        environment.pop("TORCHELASTIC_RUN_ID", None)
-    starter = subprocess.Popen([sys.executable, "-c", STARTER], env=environment, stdout=subprocess.PIPE, text=True)
+def test_a_command_that_torchrun_started_ends_with_it_before_any_import_and_others_do_not(monkeypatch, by_torchrun):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
     assert starter.stdout.readline() == "ready\n"
-    (started,) = (int(pid) for pid in open(f"/proc/{starter.pid}/task/{starter.pid}/children").read().split())
+    [started] = psutil.Process(starter.pid).children()
     starter.kill()
     starter.wait()
     if by_torchrun:
         assert starter.stdout.read() == ""  # to the end of the file: nobody is left to write into it
     else:
         time.sleep(0.5)
-        os.kill(started, signal.SIGKILL)  # an error where it has ended
+        started.kill()  # an error where it has ended
 
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(120)"

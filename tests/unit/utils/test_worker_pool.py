@@ -3,9 +3,9 @@
 import os
 import signal
 import time
-from pathlib import Path
 from threading import Timer
 
+import psutil
 import pytest
 
 from nemo_edo.errors import UserError
@@ -13,7 +13,7 @@ from nemo_edo.rewards.verifier import MathVerifier
 from nemo_edo.utils.worker_pool import CRASHED, OUT_OF_MEMORY, TIMED_OUT, Limits, TaskFailure, WorkerPool
 
 TASKS = """
-import os, signal, subprocess, sys, time
+import os, signal, time
 from pathlib import Path
 
 def double(number): return 2 * number
@@ -22,10 +22,6 @@ def nap(): time.sleep(600)
 def exhaust(): bytearray(2**32)
 def fail(): raise RecursionError
 def die(): os.kill(os.getpid(), signal.SIGKILL)
-def start(file):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(file).write_text(str(child.pid))
-    time.sleep(600)
 def compare(once, always):
     if always or not Path(once).exists():
         Path(once).touch()
@@ -49,20 +45,9 @@ def pool_of(tmp_path, monkeypatch):
         pool.close()
 
 
-def workers_of(pool: WorkerPool) -> list[int]:
-    server = pool._server.pid
-    return list(map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split()))
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize(("task", "outcome"), [
     ("spin", TIMED_OUT), ("exhaust", OUT_OF_MEMORY), ("fail", CRASHED),
-    ("die", TaskFailure("ended its process", -signal.SIGKILL)),
-])
+    ("die", TaskFailure("ended its process", -signal.SIGKILL))])
 def test_a_task_above_a_limit_costs_itself_and_the_pool_goes_on(pool_of, task: str, outcome: TaskFailure):
     pool = pool_of(Limits(seconds=0.5, memory_mb=1024, workers=1))
     assert pool.run(f"tasks:{task}", [()]) == [outcome]
@@ -86,9 +71,9 @@ def test_tasks_that_hang_share_a_budget_and_take_nothing_from_the_others(pool_of
 def test_a_worker_that_waits_for_its_turn_on_a_busy_machine_does_not_time_out(pool_of):
     pool = pool_of(Limits(seconds=0.5, memory_mb=1024, workers=1))
     pool.run("tasks:double", [(1,)])
-    [worker] = workers_of(pool)
-    os.kill(worker, signal.SIGSTOP)
-    Timer(1.5, os.kill, (worker, signal.SIGCONT)).start()
+    [worker] = psutil.Process(pool._server.pid).children()
+    worker.suspend()
+    Timer(1.5, worker.resume).start()
     begun = time.monotonic()
     assert pool.run("tasks:double", [(1,)]) == [2]
     assert time.monotonic() - begun > 1.4
@@ -97,10 +82,11 @@ def test_a_worker_that_waits_for_its_turn_on_a_busy_machine_does_not_time_out(po
 def test_server_and_workers_end_with_the_pool_even_during_a_task(pool_of):
     pool = pool_of(None)
     pool.run("tasks:double", [(1,)])
-    server, [worker] = pool._server.pid, workers_of(pool)
+    server = psutil.Process(pool._server.pid)
+    processes = [server, *server.children()]
     pool._connection.send(("tasks:nap", [()], 600.0, 600.0))
     pool.close()
-    assert not is_alive(server) and not is_alive(worker)
+    assert [process.is_running() for process in processes] == [False, False]
 
 
 def test_a_killed_server_is_told_and_replaced(pool_of):
