@@ -21,11 +21,6 @@ def labelled_groups(draw):
     return paths, torch.tensor(correct), torch.tensor(rows)
 
 
-def words(text: str) -> str:
-    """One word for each letter."""
-    return " ".join(text)
-
-
 @few
 @given(data=labelled_groups())
 def test_the_share_is_that_of_the_other_correct_responses_on_the_same_path(data):
@@ -66,11 +61,9 @@ def test_equally_redundant_solutions_keep_their_advantages_bit_for_bit_and_so_do
         assert after.dtype == dtype and torch.equal(after, before)
 
 
-texts_of_few_words = st.lists(st.lists(st.sampled_from("abc"), max_size=7).map(words), max_size=8)
-
-
 @few
-@given(texts=texts_of_few_words, n=st.integers(1, 4), threshold=st.sampled_from([0.2, 0.5, 1.0]))
+@given(texts=st.lists(st.lists(st.sampled_from("abc"), max_size=7).map(" ".join), max_size=8), n=st.integers(1, 4),
+       threshold=st.sampled_from([0.2, 0.5, 1.0]))
 def test_paths_are_the_connected_components_of_the_links(texts, n, threshold):
     def grams(text):
         found = text.split()

@@ -34,11 +34,6 @@ def weights(schedule, steps: int) -> list[float]:
     return found
 
 
-def wide(kind: str, **changes) -> ScheduleConfig:
-    """A controller whose bounds are out of the way."""
-    return ScheduleConfig(kind, **{"min_weight": 1e-30, "max_weight": 1e30, **changes})
-
-
 @pytest.mark.parametrize(("kind", "shape"), [
     ("constant", lambda p: 1.0),
     ("linear", lambda p: 1 - 0.9 * p),
@@ -66,8 +61,8 @@ def test_a_controller_refuses_a_start_outside_its_bounds(config, weight):
 
 
 @pytest.mark.parametrize(("ceiling", "entropy", "exponent"), [
-    (2.0, 0.0, 0.3), (2.0, 0.5, 0.15), (2.0, -0.1, 0.3), (2.0, 1.0, 0), (2.0, 1.5, 0), (2.0, 2.0, 0),
-    (2.0, 3.0, -0.15), (2.0, 4.0, -0.3), (2.0, 9.0, -0.3), (None, 1.0, 0), (None, 1.5, -0.15),
+    (2.0, 0.5, 0.15), (2.0, -0.1, 0.3), (2.0, 1.0, 0), (2.0, 2.0, 0), (2.0, 3.0, -0.15), (2.0, 9.0, -0.3),
+    (None, 1.0, 0), (None, 1.5, -0.15),
 ])
 def test_entropy_controller_moves_in_proportion_to_the_distance_from_its_band(ceiling, entropy, exponent):
     schedule = build_schedule(replace(CONTROLLERS["entropy"], entropy_ceiling=ceiling), 1e-3)
@@ -98,7 +93,8 @@ def test_gradients_are_wanted_at_the_first_step_and_then_every_few_and_ignored_b
 @few
 @given(ratio=st.floats(1e-3, 1e3), rate=st.floats(0.01, 1.0))
 def test_later_measurements_move_the_weight_by_the_rate_at_most_until_the_share_is_met(ratio, rate):
-    schedule = build_schedule(wide("gradient-share", gradient_share=0.2, every=1, rate=rate), 1e-3)
+    config = ScheduleConfig("gradient-share", gradient_share=0.2, every=1, rate=rate, min_weight=1e-30, max_weight=1e30)
+    schedule = build_schedule(config, 1e-3)
     schedule.step(gradient_ratio=1.0)
     assert schedule.weight == 0.2
     for _ in range(math.ceil(abs(math.log(ratio)) / rate + 1e-9)):
