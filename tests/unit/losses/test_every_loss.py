@@ -14,12 +14,14 @@ from nemo_edo.losses.term import REDUCTIONS, reduce_tokens
 GRPO = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "sampler_logprobs", "exploration_factors", "selected")
 BEHAVIOR = ("logprobs", "behavior_logprobs")
 PAIRS = ("policy_chosen", "policy_rejected", "ref_chosen", "ref_rejected")
-grpo_a = GRPOLossConfig(importance_sampling_level="sequence", sampler_correction="tis", tis_cap=1.1, alpha=1.0,
-                        covariance_control="clip-cov", exploration_control="noise", log_ratio_floor=-0.1)
-grpo_b = GRPOLossConfig(aggregation="token-mean", sampler_correction="icepop", icepop_low=0.6, icepop_high=1.5,
-                        alpha=1.0, covariance_control="kl-cov", dual_clip=1.3, kl_estimator="k2", exploration_tokens=3)
-grpo_c = GRPOLossConfig(aggregation="token-mean", sampler_correction="sequence-mask", sequence_mask_low=0.6, alpha=1.0,
-                        covariance_control="kl-cov", surrogate="cispo", kl_importance="ratio")
+GRPO_CONFIGS = {
+    "a": GRPOLossConfig(importance_sampling_level="sequence", sampler_correction="tis", tis_cap=1.1, alpha=1.0,
+                        covariance_control="clip-cov", exploration_control="noise", log_ratio_floor=-0.1),
+    "b": GRPOLossConfig(aggregation="token-mean", sampler_correction="icepop", icepop_low=0.6, icepop_high=1.5,
+                        alpha=1.0, covariance_control="kl-cov", dual_clip=1.3, kl_estimator="k2", exploration_tokens=3),
+    "c": GRPOLossConfig(aggregation="token-mean", sampler_correction="sequence-mask", sequence_mask_low=0.6, alpha=1.0,
+                        covariance_control="kl-cov", surrogate="cispo", kl_importance="ratio"),
+}
 
 
 def of_tokens(function, *tensors, **settings):
@@ -43,9 +45,7 @@ TOKEN_LOSSES = {
     "entropy_bonus": of_tokens(losses.entropy_bonus, "entropies_BT", reduction="token-mean"),
     "ppo_clip_loss": of_tokens(losses.ppo_clip_loss, "logprobs", "old_logprobs", "advantages", clip_low=0.2,
                                clip_high=0.2, reduction="seq-sum"),
-    "grpo_loss a": of_tokens(losses.grpo_loss, *GRPO, config=grpo_a),
-    "grpo_loss b": of_tokens(losses.grpo_loss, *GRPO, config=grpo_b),
-    "grpo_loss c": of_tokens(losses.grpo_loss, *GRPO, config=grpo_c),
+    **{f"grpo_loss {key}": of_tokens(losses.grpo_loss, *GRPO, config=config) for key, config in GRPO_CONFIGS.items()},
 }
 for reduction in REDUCTIONS:
     options = {"reduction": reduction, "norm_length": 7}
@@ -129,11 +129,9 @@ def means(values) -> torch.Tensor:
 def values_and_gradients(name, tensors, mask):
     leaves = {key: value.clone().requires_grad_() for key, value in tensors.items()}
     values = flat(call(name, leaves, mask))
-    differentiable = [value.sum() for value in values if value.requires_grad]
-    if not differentiable:
-        return values, {}
-    gradients = torch.autograd.grad(sum(differentiable), list(leaves.values()), allow_unused=True)
-    return values, {key: x for key, x in zip(leaves, gradients, strict=True) if x is not None}
+    total = sum(value.sum() for value in values if value.requires_grad)  # 0: none has a gradient
+    gradients = torch.autograd.grad(total, [*leaves.values()], allow_unused=True) if torch.is_tensor(total) else ()
+    return values, {key: x for key, x in zip(leaves, gradients, strict=False) if x is not None}
 
 
 @every_function

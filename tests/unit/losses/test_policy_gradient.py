@@ -1,5 +1,7 @@
 import math
+from functools import partial
 from itertools import pairwise
+from statistics import fmean
 
 import pytest
 import torch
@@ -17,60 +19,44 @@ seeds = st.integers(0, 2**32 - 1)
 OPTIONS = ("sampler_logprobs", "exploration_factors", "selected", "exploration_weight", "rows", "on_empty")
 
 
+CHOICES = {
+    "aggregation": AGGREGATIONS, "beta": (0.0, 0.3), "exploration_coefficient": (0.01, 0.3, 1.0, 2.0),
+    "surrogate": ("clip", "clip", "cispo", "reinforce"), "importance_sampling_level": ("token", "sequence"),
+    "clip_low": (0.1, 0.2), "clip_high": (0.2, 0.28), "dual_clip": (None, 1.3), "log_ratio_floor": (None, -0.1),
+    "kl_estimator": [name for name in KL_ESTIMATORS if name != "k1"], "kl_importance": ("none", "on-policy", "ratio"),
+    "sampler_correction": SAMPLER_CORRECTIONS, "sampler_level": ("token", "sequence"),
+    "exploration_tokens": (None, 2), "exploration_control": ("none", "noise"),
+    "covariance_control": ("none", "clip-cov", "kl-cov"),
+}
+
+
 def fitting(changes: dict) -> dict:
-    """Without the settings that those before them rule out."""
+    """Without the settings that others rule out."""
     if changes["surrogate"] != "clip":
         changes |= {"dual_clip": None, "importance_sampling_level": "token"}
     if changes["sampler_correction"] not in ("tis", "icepop"):
         changes["sampler_level"] = "token"
-    return changes
+    return {**changes, "alpha": None, "tis_cap": 1.1, "icepop_low": 0.6, "icepop_high": 1.5, "sequence_mask_low": 0.9,
+            "sequence_mask_high": 1.2}
 
 
-any_changes = st.fixed_dictionaries(
-    {
-        "aggregation": st.sampled_from(AGGREGATIONS),
-        "beta": st.sampled_from([0.0, 0.3]),
-        "exploration_coefficient": st.sampled_from([0.01, 0.3, 1.0, 2.0]),
-        "surrogate": st.sampled_from(["clip", "clip", "cispo", "reinforce"]),
-        "kl_importance": st.sampled_from(["none", "on-policy", "ratio"]),
-        "sampler_level": st.sampled_from(["token", "sequence"]),
-        "kl_estimator": st.sampled_from([name for name in KL_ESTIMATORS if name != "k1"]),
-        "clip_low": st.sampled_from([0.1, 0.2]),
-        "clip_high": st.sampled_from([0.2, 0.28]),
-        "dual_clip": st.sampled_from([None, 1.3]),
-        "log_ratio_floor": st.sampled_from([None, -0.1]),
-        "importance_sampling_level": st.sampled_from(["token", "sequence"]),
-        "sampler_correction": st.sampled_from(SAMPLER_CORRECTIONS),
-        "exploration_control": st.sampled_from(["none", "noise"]),
-        "covariance_control": st.sampled_from(["none", "clip-cov", "kl-cov"]),
-    }
-).map(lambda changes: fitting({
-    **changes, "alpha": None, "tis_cap": 1.1, "icepop_low": 0.6, "icepop_high": 1.5,
-    "sequence_mask_low": 0.9, "sequence_mask_high": 1.2,
-}))
+any_changes = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in CHOICES.items()}).map(fitting)
 
 
 def config(**changes) -> GRPOLossConfig:
     return GRPOLossConfig(**{"norm_length": 7, "alpha": 0.0, **changes})
 
 
-@pytest.fixture(scope="session")
-def optioned_batch(random_batch):
-    """A batch with every optional argument of the loss that the config takes; odd seeds have token advantages."""
-
-    def make(seed: int, settings_: GRPOLossConfig):
-        batch = random_batch(seed)
-        generator = torch.Generator().manual_seed(seed)
-        shape = batch.mask.shape
-        batch.sampler_logprobs = batch.old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
-        batch.exploration_factors = torch.rand(shape[0], generator=generator, dtype=torch.float64)
-        if seed % 2:
-            batch.advantages = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if settings_.covariance_control != "none":
-            batch.selected = torch.rand(shape, generator=generator) < 0.4
-        return batch
-
-    return make
+def with_options(batch, seed: int, settings_: GRPOLossConfig):
+    """The batch with every optional argument of the loss that the config takes; odd seeds have token advantages."""
+    generator, shape = torch.Generator().manual_seed(seed), batch.mask.shape
+    batch.sampler_logprobs = batch.old + 0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
+    batch.exploration_factors = torch.rand(shape[0], generator=generator, dtype=torch.float64)
+    if seed % 2:
+        batch.advantages = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if settings_.covariance_control != "none":
+        batch.selected = torch.rand(shape, generator=generator) < 0.4
+    return batch
 
 
 def loss_and_metrics(batch, settings_, **changes):
@@ -80,11 +66,11 @@ def loss_and_metrics(batch, settings_, **changes):
 
 
 def dense_grpo(batch, settings_, counts="non-empty"):
-    """The mean loss and its gradient from the formulas, token by token, in plain Python."""
+    """The mean loss, its gradient and the sampler's weights from the formulas, token by token, in plain Python."""
     rows = [row for row in range(len(batch.lengths)) if batch.lengths[row] > 0]
     tokens = sum(int(batch.lengths[row]) for row in rows)
     counted = len(batch.lengths) if counts == "all" else len(rows)
-    loss, gradient = 0.0, torch.zeros_like(batch.old)
+    loss, gradient, weights = 0.0, torch.zeros_like(batch.old), []
     for row in rows:
         length = int(batch.lengths[row])
         divisor = {
@@ -93,15 +79,14 @@ def dense_grpo(batch, settings_, counts="non-empty"):
             "seq-mean-token-sum-norm": settings_.norm_length * counted,
         }[settings_.aggregation]
         log_ratios = [(batch.logprobs[row, t] - batch.old[row, t]).item() for t in range(length)]
+        gaps = (batch.old - batch.sampler_logprobs)[row, :length].tolist()
         for t, log_ratio in enumerate(log_ratios):
-            mean_log_ratio = sum(log_ratios) / length
-            at_level = mean_log_ratio if settings_.importance_sampling_level == "sequence" else log_ratio
-            gaps = (batch.old - batch.sampler_logprobs)[row, :length].tolist()
-            weight = dense_sampler_weight(settings_, gaps, t)
-            value, slope = dense_token(batch, settings_, row, t, math.exp(at_level), log_ratio, weight)
+            at_level = sum(log_ratios) / length if settings_.importance_sampling_level == "sequence" else log_ratio
+            weights.append(dense_sampler_weight(settings_, gaps, t))
+            value, slope = dense_token(batch, settings_, row, t, math.exp(at_level), log_ratio, weights[-1])
             loss += value / divisor
             gradient[row, t] = slope / divisor
-    return loss, gradient
+    return loss, gradient, weights
 
 
 def dense_sampler_weight(settings_, gaps, t):
@@ -137,6 +122,7 @@ def dense_token(batch, settings_, row, t, ratio, log_ratio, weight):
 
     floor = -math.inf if settings_.log_ratio_floor is None else settings_.log_ratio_floor
     factor = settings_.exploration_weight * batch.exploration_factors[row].item()
+    factor *= t < (settings_.exploration_tokens or math.inf)
     if settings_.exploration_control == "noise":
         factor *= math.exp(log_ratio)
 
@@ -152,21 +138,25 @@ def dense_token(batch, settings_, row, t, ratio, log_ratio, weight):
 
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=seeds, changes=any_changes, counts=st.sampled_from(ROWS))
-def test_every_combination_of_options_agrees_with_the_formulas_written_out(optioned_batch, seed, changes, counts):
+def test_every_combination_of_options_agrees_with_the_formulas_written_out(random_batch, seed, changes, counts):
     settings_ = config(**changes)
-    batch = optioned_batch(seed, settings_)
-    expected, gradient = dense_grpo(batch, settings_, counts)
-    loss, _ = loss_and_metrics(batch, settings_, rows=counts)
+    batch = with_options(random_batch(seed), seed, settings_)
+    expected, gradient, weights = dense_grpo(batch, settings_, counts)
+    loss, metrics = loss_and_metrics(batch, settings_, rows=counts)
     assert loss.mean().item() == pytest.approx(expected, abs=1e-12)
     torch.testing.assert_close(grad(loss.mean(), batch.logprobs)[0], gradient, rtol=0, atol=1e-12)
+    if settings_.sampler_correction != "none":
+        bounded = [weight in (0.0, settings_.tis_cap) for weight in weights]
+        assert metrics["sampler_weight"].mean().item() == pytest.approx(fmean(weights))
+        assert metrics["sampler_bounded"].mean().item() == pytest.approx(fmean(bounded))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(seed=seeds, changes=any_changes, counts=st.sampled_from(ROWS),
        cuts=st.lists(st.integers(0, 6), max_size=4))
-def test_any_split_into_micro_batches_gives_the_same_gradient(optioned_batch, seed, changes, counts, cuts):
+def test_any_split_into_micro_batches_gives_the_same_gradient(random_batch, seed, changes, counts, cuts):
     settings_ = config(**changes)
-    batch = optioned_batch(seed, settings_)
+    batch = with_options(random_batch(seed), seed, settings_)
     whole, whole_metrics = loss_and_metrics(batch, settings_, rows=counts)
     parts, edges = [], [0, *sorted(cuts), 6]
     for start, end in pairwise(edges):
@@ -183,11 +173,9 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(optioned_batch, se
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=seeds, changes=any_changes, weight=st.floats(0, 2))
-def test_the_loss_is_its_base_plus_the_exploration_term_times_the_weight_of_the_step(
-    optioned_batch, seed, changes, weight
-):
+def test_the_loss_is_its_base_plus_exploration_times_the_weight_of_the_step(random_batch, seed, changes, weight):
     configured, with_weight = config(**changes), config(**{**changes, "exploration_coefficient": weight})
-    batch = optioned_batch(seed, configured)
+    batch = with_options(random_batch(seed), seed, configured)
     results = []
     for settings_, options in ((with_weight, {}), (configured, {"exploration_weight": weight})):
         loss, metrics = loss_and_metrics(batch, settings_, **options)
@@ -204,9 +192,9 @@ def test_the_loss_is_its_base_plus_the_exploration_term_times_the_weight_of_the_
 
 @few
 @given(seed=seeds, changes=any_changes)
-def test_with_alpha_zero_no_exploration_option_changes_a_bit_of_loss_or_gradient(optioned_batch, seed, changes):
+def test_with_alpha_zero_no_exploration_option_changes_a_bit_of_loss_or_gradient(random_batch, seed, changes):
     changes = {**changes, "exploration_coefficient": None, "alpha": 0.0, "beta": 0.3}
-    batch, results = optioned_batch(seed, config(**changes)), []
+    batch, results = with_options(random_batch(seed), seed, config(**changes)), []
     for control, floor, factors in (("none", None, None), ("noise", -0.01, batch.exploration_factors)):
         settings_ = config(**{**changes, "exploration_control": control, "log_ratio_floor": floor})
         loss, _ = loss_and_metrics(batch, settings_, exploration_factors=factors)
@@ -250,12 +238,11 @@ def test_settings_that_exclude_each_other_are_named(changes, message):
 
 
 @few
-@given(seed=seeds, clips=st.sampled_from([(0.0, 0.0, None), (0.1, 0.3, 1.2)]))
-def test_ppo_clip_loss_is_grpo_without_kl_and_exploration(random_batch, seed, clips):
-    batch, limits = random_batch(seed), dict(zip(("clip_low", "clip_high", "dual_clip"), clips, strict=True))
-    term, metrics = losses.ppo_clip_loss(
-        batch.logprobs, batch.old, batch.advantages, batch.mask, reduction="token-mean", **limits
-    )
+@given(seed=seeds, low=st.sampled_from([0.0, 0.1]), high=st.sampled_from([0.0, 0.3]), dual=st.sampled_from([None, 1.2]))
+def test_ppo_clip_loss_is_grpo_without_kl_and_exploration(random_batch, seed, low, high, dual):
+    batch, limits = random_batch(seed), {"clip_low": low, "clip_high": high, "dual_clip": dual}
+    tensors = (batch.logprobs, batch.old, batch.advantages, batch.mask)
+    term, metrics = losses.ppo_clip_loss(*tensors, reduction="token-mean", **limits)
     expected, expected_metrics = loss_and_metrics(batch, config(beta=0.0, aggregation="token-mean", **limits))
     assert torch.equal(term.sum, expected.sum) and term.count == expected.count
     assert torch.equal(grad(term.sum, batch.logprobs)[0], grad(expected.sum, batch.logprobs)[0])
@@ -265,36 +252,17 @@ def test_ppo_clip_loss_is_grpo_without_kl_and_exploration(random_batch, seed, cl
 
 
 def test_the_named_methods_are_the_settings_of_their_papers_without_exploration_unless_a_change_gives_it():
-    dapo, dr_grpo, gspo = losses.dapo_config(), losses.dr_grpo_config(512), losses.gspo_config()
-    assert (dapo.clip_low, dapo.clip_high, dapo.aggregation) == (0.2, 0.28, "token-mean")
-    assert (dr_grpo.clip_low, dr_grpo.clip_high) == (0.2, 0.2)
-    assert (dr_grpo.aggregation, dr_grpo.norm_length) == ("seq-mean-token-sum-norm", 512)
-    assert (gspo.importance_sampling_level, gspo.clip_low, gspo.clip_high) == ("sequence", 3e-4, 4e-4)
-    assert gspo.aggregation == "seq-mean-token-mean"
-    assert all(x.beta == 0 and x.exploration_weight == 0 for x in (dapo, dr_grpo, gspo))
+    plain = partial(GRPOLossConfig, alpha=0.0, beta=0.0)
+    assert (plain().clip_low, plain().clip_high, plain().aggregation) == (0.2, 0.2, "seq-mean-token-mean")
+    assert losses.dapo_config() == plain(clip_high=0.28, aggregation="token-mean")
+    assert losses.dr_grpo_config(512) == plain(aggregation="seq-mean-token-sum-norm", norm_length=512)
+    assert losses.gspo_config() == plain(importance_sampling_level="sequence", clip_low=3e-4, clip_high=4e-4)
     assert losses.dapo_config(beta=0.1).exploration_weight == 0
     assert losses.dapo_config(beta=0.1, alpha=0.5).exploration_weight == 0.05
     assert losses.gspo_config(exploration_coefficient=0.2).exploration_weight == 0.2
     assert losses.dr_grpo_config(8, clip_high=0.5).clip_high == 0.5
     with pytest.raises(TypeError, match="clip_hgih"):
         losses.dapo_config(clip_hgih=0.3)
-
-
-@pytest.mark.parametrize(("changes", "weight", "bounded"), [
-    ({"sampler_correction": "tis", "tis_cap": 2.0}, (2.0 + 1.5 + 0.5 + 1.9) / 4, 1 / 4),
-    ({"sampler_correction": "icepop", "icepop_low": 0.6, "icepop_high": 5.0}, (4.0 + 1.5 + 0.0 + 1.9) / 4, 1 / 4),
-])
-def test_metrics_tell_the_mean_weight_and_the_share_of_bounded_tokens(changes, weight, bounded):
-    ratios = torch.tensor([[4.0, 1.5, 0.5, 1.9, 9.0]], dtype=torch.float64)
-    zeros, mask = torch.zeros(1, 5, dtype=torch.float64), torch.tensor([[1, 1, 1, 1, 0]])
-    term, metrics = losses.grpo_loss(
-        zeros - 2, zeros - 2, zeros - 2, torch.ones(1), mask, config(aggregation="token-mean", **changes),
-        sampler_logprobs=-2 - ratios.log(),
-    )
-    assert metrics["sampler_weight"].mean().item() == pytest.approx(weight)
-    assert metrics["sampler_bounded"].mean().item() == bounded
-    assert term.mean().item() == pytest.approx(-weight)
-    assert int(term.count) == 4  # a dropped token still counts
 
 
 # Clip-Cov and KL-Cov
@@ -332,11 +300,9 @@ def test_the_share_of_all_tokens_is_sampled_within_clip_covs_bounds_and_is_kl_co
 def test_the_seed_alone_fixes_clip_covs_selection_and_every_eligible_token_is_as_likely():
     covariances, mask = torch.tensor([[2.0, 0.0, 2.0, 2.0, 2.0]]), torch.ones(1, 5)
 
-    def selection(seed: int) -> torch.Tensor:
-        return losses.clip_cov_selection(covariances, mask, share=0.4, low=1.0, high=5.0, seed=seed)
-
+    select = partial(losses.clip_cov_selection, covariances, mask, share=0.4, low=1.0, high=5.0)
     state = torch.random.get_rng_state()
-    assert all(torch.equal(selection(seed), selection(seed)) for seed in range(10))
+    assert all(torch.equal(select(seed=seed), select(seed=seed)) for seed in range(10))
     assert torch.equal(torch.random.get_rng_state(), state)  # the global random state is left alone
-    shares = torch.stack([selection(seed) for seed in range(800)]).float().mean(0)
+    shares = torch.stack([select(seed=seed) for seed in range(800)]).float().mean(0)
     torch.testing.assert_close(shares, covariances / 4, rtol=0, atol=0.07)  # 4 standard errors
