@@ -39,9 +39,8 @@ def ends(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     (3, "nemo-edo: stopped by a guard: grpo", StoppedByGuard, "a guard: grpo"),
     (75, "nemo-edo: stopped; the same command resumes", RunStopped, "^stopped; the same"),
     (1, "ValueError: a bug", RuntimeError, "status 1; its last lines:\nfirst\nValueError: a bug"),
-])  # fmt: skip
-def test_each_end_of_a_training_is_its_exception_and_what_it_printed_was_shown(
-        monkeypatch, capsys, status: int, line: str, error: type, told: str):
+])
+def test_each_end_of_a_training_is_its_exception_and_its_output_shown(monkeypatch, capsys, status, line, error, told):
     ends(monkeypatch, f"import sys; print('first'); print({line!r}, file=sys.stderr); sys.exit({status})")
     with pytest.raises(error, match=told):
         edo.train("quickstart")
@@ -88,13 +87,13 @@ def test_any_number_that_was_logged_can_be_plotted(finished: edo.Run):
 
 def test_an_interrupt_of_the_kernel_is_handed_on_and_waited_for(monkeypatch, tmp_path: Path):
     ends(monkeypatch, f"""
-import signal, sys, time
-def stop(*_):
+import sys, time
+try:
+    open({str(tmp_path / "ready")!r}, "w").close()
+    time.sleep(60)
+except KeyboardInterrupt:
     print("nemo-edo: stopped, all saved")
-    sys.exit(75)
-signal.signal(signal.SIGINT, stop)
-open({str(tmp_path / "ready")!r}, "w").close()
-time.sleep(60)""")
+    sys.exit(75)""")
 
     def interrupt() -> None:
         while not (tmp_path / "ready").exists():
@@ -108,7 +107,6 @@ time.sleep(60)""")
 
 @pytest.mark.parametrize(("call", "told"), [
     (lambda: edo.train("quickstart", ["sed=1"]), "did you mean seed"),
-    (lambda: edo.train("quickstrt"), "did you mean quickstart"),
     (lambda: edo.sweep("quickstart", ["seed=1"]), "nothing is swept"),
     (lambda: edo.load("nowhere"), "nowhere is not the folder of a run"),
 ])

@@ -17,7 +17,7 @@ from nemo_edo.experiments.verdict import gains, markdown
 
 def row(arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, ""), "task": "t", "arm": arm, "seed": str(seed), "iteration": "15",
-            "temperature": "1", "vote": str(vote), **values}  # fmt: skip
+            "temperature": "1", "vote": str(vote), **values}
 
 
 def test_every_table_of_the_page_is_computed_from_the_files():
@@ -39,10 +39,10 @@ def test_means_are_over_seeds_and_differences_are_paired_by_seed_at_the_last_eva
 def test_a_held_out_study_is_judged_once_every_cell_is_done(monkeypatch):
     [study] = [one for one in studies() if one.name == "doses"]
     study = replace(study, held_out=True, seeds=[1, 2], baselines=["grpo"],
-                    arms={"grpo": ArmEntry(), "ed_grpo": ArmEntry(dose="alpha", doses=[0.1])})  # fmt: skip
+                    arms={"grpo": ArmEntry(), "ed_grpo": ArmEntry(dose="alpha", doses=[0.1])})
     rows = [row(arm, seed, vote + seed / 100, task=task, dose=dose, temperature="best", cpu_seconds="1")
             for task in study.tasks for seed in (1, 2)
-            for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.1", 0.6))]  # fmt: skip
+            for arm, dose, vote in (("grpo", "", 0.5), ("ed_grpo", "0.1", 0.6))]
     for module in (studies_table, study_table):
         monkeypatch.setattr(module, "read_rows", lambda path: rows)
     assert studies_table.tables(study)[-2:] == [
@@ -57,9 +57,9 @@ def test_the_registered_study_shows_nothing_before_its_last_cell_and_then_compar
     [study] = [one for one in studies() if one.name == studies_table.REGISTERED]
     study = replace(study, seeds=[1, 2, 3], arms={arm: study.arms[arm] for arm in ("grpo", "replicate", "ed_grpo")})
     votes = {("grpo", ""): 0.5, ("replicate", ""): 0.6, ("ed_grpo", "0.01"): 0.6, ("ed_grpo", "0.03"): 0.6,
-             ("ed_grpo", "0.06"): 0.6}  # fmt: skip
+             ("ed_grpo", "0.06"): 0.6}
     rows = [row(arm, seed, vote + seed * len(task) / 100, task=task, dose=dose, cpu_seconds="1")
-            for task in study.tasks for seed in (1, 2, 3) for (arm, dose), vote in votes.items()]  # fmt: skip
+            for task in study.tasks for seed in (1, 2, 3) for (arm, dose), vote in votes.items()]
     for module in (studies_table, study_table, primary_question):
         monkeypatch.setattr(module, "read_rows", lambda path: rows)
     monkeypatch.setattr(primary_question, "pilot_spreads", lambda rows: dict.fromkeys(study.tasks, 0.02))
@@ -76,7 +76,7 @@ def test_the_registered_study_shows_nothing_before_its_last_cell_and_then_compar
 
     # The small study: form at 1 (0.6, one dose of the first block 0) minus GRPO at its best temperature, 0.7.
     tuned = [row("grpo", seed, 0.7 + seed * len(task) / 100, task=task, temperature="best")
-             for task in study.tasks for seed in (1, 2)]  # fmt: skip
+             for task in study.tasks for seed in (1, 2)]
     table = studies_table.at_its_best_table(tuned, rows)
     assert "| lcm | 2 | -0.100 [-0.100, -0.100] |" in table
     assert f"| all tasks | 2 | {-0.1 - 0.65 / 3 / 4 / 2:+.3f} [" in table
@@ -98,7 +98,7 @@ def test_the_theorys_page_compares_the_terms_gradient_with_its_closed_form():
 def test_the_primary_question_is_answered_by_blocks_and_has_the_power_of_the_closed_form():
     rows = [row(arm, seed, vote, task=task, dose=dose) for task in ("t", "u") for seed in range(9)
             for arm, dose, vote in [("grpo", "", 0.5), ("replicate", "", 0.5 + seed / 100), ("ed_grpo", "0.01", 0.6),
-                                    ("ed_grpo", "0.03", 0.6)]]  # fmt: skip
+                                    ("ed_grpo", "0.03", 0.6)]]
     del rows[-1]  # an incomplete block
     found = primary_question.blocks(rows, 2)
     assert {task: len(of_task) for task, of_task in found.items()} == {"t": 9, "u": 8}
