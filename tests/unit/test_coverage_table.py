@@ -6,7 +6,7 @@ import pytest
 
 @pytest.mark.parametrize(("measure", "rate", "bootstrap_covers"), [
     ("greedy", 1 / 30, 0.75), ("sampled", 1 / 30, 0.85), ("vote@10", 0.1, 0.93), ("pass@4", 0.9, 0.93),
-])  # fmt: skip
+])
 def test_intervals_hold_the_truth_for_thirty_problems_where_the_bootstrap_does_not(measure, rate, bootstrap_covers):
     """600 sets: the coverage of an interval with .95 is above .93 with probability .98."""
     coverage = coverage_table.coverage

@@ -4,16 +4,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from nemo_edo.metrics import (
-    Interval,
-    bootstrap_ratio,
-    detectable,
-    mean_interval,
-    mean_p_value,
-    paired_share_interval,
-    proportion_interval,
-    share_interval,
-)
+from nemo_edo import metrics
 from nemo_edo.metrics.intervals import mean_of_shares
 
 
@@ -23,7 +14,7 @@ def test_the_bootstrap_of_a_ratio_of_sums_agrees_with_the_delta_methods_closed_f
     sums = rng.binomial(counts, 0.3)
     ratio = sums.sum() / counts.sum()
     half = NormalDist().inv_cdf(0.975) * (sums - ratio * counts).std() / counts.mean() / math.sqrt(800)
-    interval = bootstrap_ratio(sums, counts, resamples=4000, seed=1)
+    interval = metrics.bootstrap_ratio(sums, counts, resamples=4000, seed=1)
     assert interval.mean == pytest.approx(ratio)
     assert interval.low == pytest.approx(ratio - half, abs=0.05 * half)
     assert interval.high == pytest.approx(ratio + half, abs=0.05 * half)
@@ -31,9 +22,9 @@ def test_the_bootstrap_of_a_ratio_of_sums_agrees_with_the_delta_methods_closed_f
 
 def test_the_mean_over_three_seeds_has_its_t_interval_and_one_seed_has_none():
     half = 4.302653 / math.sqrt(3)  # standard deviation 1
-    interval = mean_interval([1.0, 2.0, 3.0])
+    interval = metrics.mean_interval([1.0, 2.0, 3.0])
     assert (interval.mean, interval.low, interval.high) == pytest.approx((2.0, 2 - half, 2 + half), abs=1e-5)
-    interval = mean_interval([0.7])
+    interval = metrics.mean_interval([0.7])
     assert interval.mean == 0.7 and math.isnan(interval.low) and math.isnan(interval.high)
 
 
@@ -43,42 +34,39 @@ def test_the_mean_over_three_seeds_has_its_t_interval_and_one_seed_has_none():
     ([0.5, 0.5], 0.0), ([0.0, 0.0], 1.0), ([-1.0, 1.0], 1.0), ([2.0], math.nan),
 ])
 def test_the_p_value_of_a_mean_is_students(values, p):
-    assert mean_p_value(values) == pytest.approx(p, abs=1e-12, nan_ok=True)
+    assert metrics.mean_p_value(values) == pytest.approx(p, abs=1e-12, nan_ok=True)
 
 
 def test_values_that_tie_at_a_step_of_a_coarse_metric_have_its_roundings_error():
     """Three differences of one problem more of fifty; and what rounding means to fiftieths adds."""
     tied, rounding, error = [0.02] * 3, 0.02**2 / 6, 0.02 / math.sqrt(18)
-    interval = mean_interval(tied, rounding=rounding)
+    interval = metrics.mean_interval(tied, rounding=rounding)
     assert interval.high - interval.mean == pytest.approx(4.302653 * error, rel=1e-6)
     t = 0.02 / error
-    assert mean_p_value(tied, rounding=rounding) == pytest.approx(1 - t / math.sqrt(2 + t**2))
-    assert detectable(tied, rounding=rounding) > 0.02 > detectable(tied) == 0
+    assert metrics.mean_p_value(tied, rounding=rounding) == pytest.approx(1 - t / math.sqrt(2 + t**2))
+    assert metrics.detectable(tied, rounding=rounding) > 0.02 > metrics.detectable(tied) == 0
     means = np.random.default_rng(0).random(10_000)
     assert np.var((means * 50).round() / 50 - means) == pytest.approx(0.02**2 / 12, rel=0.05)
 
 
 @pytest.mark.parametrize(("successes", "trials", "low", "high"), [
-    (0, 30, 0.0, 1 - 0.025 ** (1 / 30)),
-    (30, 30, 0.025 ** (1 / 30), 1.0),
+    (0, 30, 0.0, 1 - 0.025 ** (1 / 30)), (30, 30, 0.025 ** (1 / 30), 1.0),
     (1, 30, 0.000843571, 0.172169456),  # scipy.stats.binomtest(1, 30).proportion_ci()
     (50, 1319, 0.028264141, 0.049673183),
-])  # fmt: skip
-def test_a_proportion_has_the_interval_of_clopper_and_pearson(successes: int, trials: int, low: float, high: float):
-    found = proportion_interval(successes, trials)
-    assert found == Interval(successes / trials, pytest.approx(low, rel=1e-6), pytest.approx(high, rel=1e-6))
-
-
-def test_where_problems_are_right_or_wrong_as_a_whole_the_share_is_a_proportion():
-    right, counts = np.array([4.0, 0, 0, 4, 0, 0]), np.array([4.0, 4, 4, 4, 4, 0])  # the last one was not judged
-    assert share_interval(right, counts, resamples=10, seed=0) == proportion_interval(2, 5)
+])
+def test_proportions_and_shares_of_whole_problems_have_clopper_and_pearsons_interval(successes, trials, low, high):
+    found = metrics.proportion_interval(successes, trials)
+    assert found == metrics.Interval(successes / trials, pytest.approx(low, rel=1e-6), pytest.approx(high, rel=1e-6))
+    right = np.repeat([4.0, 0.0], [successes, trials - successes + 1])
+    counts = np.repeat([4.0, 0.0], [trials, 1])  # the last one was not judged
+    assert metrics.share_interval(right, counts, resamples=10, seed=0) == found
 
 
 def test_the_paired_interval_finds_what_thirty_problems_show():
     rng = np.random.default_rng(0)
     chances, ones = rng.random(30) * 0.7, np.ones(30)
     better, worse = rng.binomial(30, chances + 0.2) / 30, rng.binomial(30, chances) / 30
-    found = paired_share_interval(better, ones, worse, ones, resamples=2000, seed=0)
+    found = metrics.paired_share_interval(better, ones, worse, ones, resamples=2000, seed=0)
     assert found.low > 0.1 and found.high < 0.3
     assert found.mean == pytest.approx((better - worse).mean())
 
@@ -88,5 +76,5 @@ def test_the_mean_over_benchmarks_weighs_them_equally():
     pairs = [(rng.random(30), np.ones(30)), (rng.random(500) / 2, np.ones(500))]
     found = mean_of_shares(pairs, resamples=500, seed=1)
     assert found.mean == pytest.approx(np.mean([sums.mean() for sums, _ in pairs]))
-    widths = [one.high - one.low for one in (share_interval(*pair, resamples=500, seed=1) for pair in pairs)]
+    widths = [one.high - one.low for one in (metrics.share_interval(*pair, resamples=500, seed=1) for pair in pairs)]
     assert widths[0] / 2 < found.high - found.low < sum(widths) / 2 * 1.05
