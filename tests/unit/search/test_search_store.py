@@ -31,7 +31,6 @@ def test_parts_are_found_again_and_the_whole_takes_their_place(tmp_path: Path):
 @pytest.mark.parametrize(("label", "message"), [
     ({**LABEL, "search.steps": 5}, "made with another search.steps: 4 .* 5"),
     ({**LABEL, "more": 1}, "another more: None .* 1"),
-    ({"search.steps": 4}, "another reward model: 'folder abc' .* None .*"),
 ])
 @pytest.mark.parametrize("whole", [True, False])
 def test_results_of_other_settings_are_an_error(tmp_path: Path, label: dict, message: str, whole: bool):

@@ -1,6 +1,5 @@
 import hashlib
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from nemo_edo.test_time import SearchConfig, SearchLLM, Step, StepPath, StepScore
 
 few = settings(max_examples=20, deadline=None, derandomize=True)
-BASIC = SearchConfig(steps=4, branches=3, width=2, exploration=0.5)
 
 
 def digest(*parts):
@@ -21,21 +19,16 @@ def digest(*parts):
 class RandomProposer:
     """Samples a few step texts, so that siblings repeat, by the path's seed; counts its calls."""
 
-    def __init__(self, end_one_in=4, texts=6):
-        self.calls, self.end_one_in, self.texts = [], end_one_in, texts
+    def __init__(self, end_one_in=4):
+        self.calls, self.end_one_in = [], end_one_in
 
     def propose(self, paths, count, seeds):
         self.calls.append(list(zip(paths, seeds, strict=True)))
         return [[self.step(path, seed, i) for i in range(count)] for path, seed in zip(paths, seeds, strict=True)]
 
     def step(self, path, seed, i):
-        number = digest(seed, i) % self.texts
+        number = digest(seed, i) % 6
         return Step(f"step {number}", digest(path, number) % self.end_one_in == 0, tokens=1 + number)
-
-
-def proposing(step):
-    """A proposer with the given method for one step."""
-    return type("Proposer", (RandomProposer,), {"step": lambda self, path, seed, i: step(path, i)})()
 
 
 class RandomScorer:
@@ -46,28 +39,22 @@ class RandomScorer:
 
     def score(self, paths):
         self.calls.append(list(paths))
-        return [StepScore(reward(path), embedding(path)) for path in paths]
+        return [StepScore(reward(p), torch.tensor([digest(p, i) % 7 - 3.0 for i in range(4)])) for p in paths]
 
 
 def reward(path):
     return digest(path) % 1000 / 1000
 
 
-def embedding(path):
-    return torch.tensor([digest(path, i) % 7 - 3.0 for i in range(4)])
-
-
 class Script:
     """A known tree: {path of letters: (reward, embedding)}; a letter in upper case ends the solution."""
 
-    def __init__(self, tree, dim=2):
-        self.tree = {path: value if isinstance(value, tuple) else (value, [0.0] * dim) for path, value in tree.items()}
+    def __init__(self, tree):
+        self.tree = tree
 
     def propose(self, paths, count, seeds):
-        return [[Step(letter, letter.isupper()) for letter in self.letters("".join(p.steps))] for p in paths]
-
-    def letters(self, path):
-        return [other[-1] for other in self.tree if other and other[:-1] == path]
+        return [[Step(path[-1], path[-1].isupper()) for path in self.tree if path and path[:-1] == parent]
+                for parent in ("".join(path.steps) for path in paths)]
 
     def score(self, paths):
         return [StepScore(r, torch.tensor(phi)) for r, phi in (self.tree["".join(path.steps)] for path in paths)]
@@ -79,10 +66,6 @@ def run(tree, **settings):
     return result
 
 
-def answer(result):
-    return "".join(result.path.steps)
-
-
 def expanded(result):
     """Paths in the order of their expansion."""
     nodes = sorted((n for n in result.nodes if n.expanded_at is not None), key=lambda n: (n.expanded_at, n.made_at))
@@ -90,27 +73,23 @@ def expanded(result):
 
 
 def best_first(question, seeds, config):
-    """Beam best-first search by reward over RandomProposer's tree, with sets of paths and nothing else."""
-    proposer = RandomProposer()
-    frontier, everything, opened = {(): -1.0}, [], set()
+    """Beam search by reward over RandomProposer's tree, with lists of steps and nothing else."""
+    proposer, beam, everything, opened = RandomProposer(), [()], {}, set()
+
+    def score(steps):
+        return reward(StepPath(question, steps))
+
     for _ in range(config.steps):
-        chosen = sorted(frontier, key=lambda steps: -frontier[steps])[: config.width]
         made = {}
-        for steps in chosen:
-            del frontier[steps]
-            opened.add(steps)
+        for steps in beam:
             path = StepPath(question, steps)
-            for i in range(config.branches):
-                step = proposer.step(path, seeds[path], i)
+            for step in (proposer.step(path, seeds[path], i) for i in range(config.branches)):
                 made[(*steps, step.text)] = step.finished
-        scores = {steps: reward(StepPath(question, steps)) for steps in made}
-        everything += [(steps, scores[steps], made[steps]) for steps in made]
-        top = sorted(made, key=lambda steps: -scores[steps])[: config.width]
-        if all(made[steps] for steps in top):
-            break
-        frontier.update({steps: scores[steps] for steps in made if steps in top and not made[steps]})
-    pool = [item for item in everything if item[2]] or [item for item in everything if item[0] not in opened]
-    return max(pool, key=lambda item: item[1])[0], opened
+        opened.update(beam)
+        everything |= made
+        beam = [steps for steps in sorted(made, key=score, reverse=True)[: config.width] if not made[steps]]
+    finished = [steps for steps in everything if everything[steps]]
+    return max(finished or [steps for steps in everything if steps not in opened], key=score), opened
 
 
 @few
@@ -128,18 +107,16 @@ def test_without_exploration_it_is_best_first_search(seed, steps, branches, widt
 # N is in a direction that nobody has looked into, so that f puts it first; O's reward is higher.
 BONUS = {"": (0.0, [1.0, 0.0]), "O": (0.6, [1.0, 0.0]), "N": (0.5, [0.0, 1.0])}
 UNLIKE = {"": (0.0, [1.0, 0.0]), "a": (0.6, [1.0, 0.0]), "b": (0.5, [0.0, 1.0]),
-          "ac": 0.1, "ad": 0.1, "be": 0.1, "bf": 0.1}
+          **dict.fromkeys(("ac", "ad", "be", "bf"), (0.1, [0.0, 0.0]))}
 
 
 @pytest.mark.parametrize(("tree", "steps", "exploration", "order", "chosen"), [
     (BONUS, 1, 10.0, [""], "O"),  # the reward and not the bonus decides the answer
     (UNLIKE, 2, 0.0, ["", "a"], "b"), (UNLIKE, 2, 1.0, ["", "b"], "a"),
 ])
-def test_exploration_turns_the_search_and_not_the_answer_to_embeddings_unlike_those_expanded(
-    tree, steps, exploration, order, chosen
-):
+def test_exploration_turns_the_search_to_new_embeddings_and_not_the_answer(tree, steps, exploration, order, chosen):
     result = run(tree, steps=steps, branches=2, width=1, exploration=exploration)
-    assert (expanded(result), answer(result)) == (order, chosen)
+    assert (expanded(result), result.path.steps) == (order, (chosen,))
     if tree is BONUS:
         assert result.nodes[2].value > result.nodes[1].value
 
@@ -153,7 +130,7 @@ def test_the_linear_mean_replaces_the_reward_in_the_value_only():
     assert [node.value for node in result.nodes[1:3]] == pytest.approx([0.5, 0.0])
     assert expanded(result) == ["", "a"]
     assert [node.value for node in result.nodes[3:]] == pytest.approx([0.0, 0.0])  # rewards 1 and -1 at [1, 0]
-    assert answer(result) == "b"
+    assert result.path.steps == ("b",)
 
 
 def test_nodes_that_are_expanded_together_are_all_observed_before_their_children_are_valued():
@@ -164,8 +141,9 @@ def test_nodes_that_are_expanded_together_are_all_observed_before_their_children
 
 
 def test_a_step_sampled_twice_is_one_node_that_counts_both():
-    proposer, scorer = proposing(lambda _, i: Step("AAB"[i], finished=i == 2, tokens=i)), RandomScorer()
-    (result,) = SearchLLM(proposer, scorer, replace(BASIC, steps=1)).search(["q"], 0)
+    proposer, scorer = RandomProposer(), RandomScorer()
+    proposer.step = lambda path, seed, i: Step("AAB"[i], finished=i == 2, tokens=i)
+    (result,) = SearchLLM(proposer, scorer, SearchConfig(1, 3, 2, 0.5)).search(["q"], 0)
     assert [(node.path.steps, node.samples) for node in result.nodes] == [((), 0), (("A",), 2), (("B",), 1)]
     assert (result.samples, result.tokens) == (3, 3)
     assert len(scorer.calls[1]) == 2  # and it is scored once
@@ -198,9 +176,9 @@ def test_every_search_keeps_the_bound_expands_no_node_twice_and_returns_a_leaf(
 
 
 def test_an_iteration_is_one_call_of_each_for_all_questions_that_are_not_done():
-    proposer = proposing(lambda path, i: Step(f"step {i}", finished=path.question == "short"))
-    scorer = RandomScorer()
-    results = SearchLLM(proposer, scorer, BASIC).search(["long", "short", "longer"], 0)
+    proposer, scorer = RandomProposer(), RandomScorer()
+    proposer.step = lambda path, seed, i: Step(f"step {i}", finished=path.question == "short")
+    results = SearchLLM(proposer, scorer, SearchConfig(4, 3, 2, 0.5)).search(["long", "short", "longer"], 0)
     assert [result.iterations for result in results] == [4, 1, 4]
     assert [[path.question for path, _ in call] for call in proposer.calls] == [
         ["long", "short", "longer"], *[["long", "long", "longer", "longer"]] * 3,
