@@ -23,14 +23,14 @@ def tools(monkeypatch):
         del sys.modules[name]
 
 
-def run(tool, *arguments: object) -> int:
-    return tool.main([str(argument) for argument in arguments])
+def run(tool, *arguments: object) -> None:
+    assert tool.main([str(argument) for argument in arguments]) == 0
 
 
 def test_prepared_file_has_the_problems_of_the_official_one_and_a_manifest(tools, tmp_path, capsys):
     prepare, _ = tools
     out, official = tmp_path / "aime24.jsonl", SAMPLES / "aime24.jsonl"
-    assert run(prepare, "aime24", "test", "--input", official, "--out", out) == 0
+    run(prepare, "aime24", "test", "--input", official, "--out", out)
     manifest = json.loads(capsys.readouterr().out)
     assert (manifest["rows"], manifest["answer_kinds"], manifest["benchmark"]) == (30, {"math": 30}, "aime24")
     expected, prepared = (
@@ -53,22 +53,17 @@ def test_changed_file_other_benchmark_and_broken_manifest_are_errors(tools, tmp_
         load_problems(out, DataConfig(on_bad_rows="skip"))
 
 
-def split(tool, tmp_path: Path, pool: Path, *more: object) -> list:
-    out = tmp_path / "split.jsonl"
-    fixed = ["--pool", pool, "--s1k", SAMPLES / "s1k.jsonl", "--any-rows", "--questions", 20, "--out", out]
-    assert run(tool, *fixed, *more) == 0
-    return load_problems(out, DataConfig(benchmark="s1k_eval")).problems
-
-
 def test_evaluation_split_is_disjoint_from_s1k_and_fixed_by_its_seed_alone(tools, tmp_path):
     _, s1k_eval = tools
-    pool = SAMPLES / "s1k_pool.jsonl"
-    found = split(s1k_eval, tmp_path, pool)
-    taken = {normal_question(json.loads(line)["question"])
-             for line in (SAMPLES / "s1k.jsonl").read_text().splitlines()}
-    questions = [normal_question(problem.question) for problem in found]
-    assert len(set(questions)) == 20 and not taken & set(questions)
-    turned = tmp_path / "turned.jsonl"
+    pool, s1k = SAMPLES / "s1k_pool.jsonl", SAMPLES / "s1k.jsonl"
+    out, turned = tmp_path / "split.jsonl", tmp_path / "turned.jsonl"
+
+    def questions(file: Path, *more: object) -> list[str]:
+        run(s1k_eval, "--pool", file, "--s1k", s1k, "--any-rows", "--questions", 20, "--out", out, *more)
+        return [normal_question(one.question) for one in load_problems(out, DataConfig(benchmark="s1k_eval")).problems]
+
+    found = questions(pool)
+    taken = {normal_question(json.loads(line)["question"]) for line in s1k.read_text().splitlines()}
+    assert len(set(found)) == 20 and not taken & set(found)
     turned.write_text("\n".join(pool.read_text().splitlines()[::-1]))
-    assert [p.question for p in split(s1k_eval, tmp_path, turned)] == [p.question for p in found]
-    assert [p.question for p in split(s1k_eval, tmp_path, pool, "--seed", 1)] != [p.question for p in found]
+    assert questions(turned) == found != questions(pool, "--seed", 1)
