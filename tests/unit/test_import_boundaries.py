@@ -18,8 +18,7 @@ import nemo_edo
 
 PACKAGE = Path(nemo_edo.__file__).parent
 HEAVY = {"megatron", "nemo", "lightning", "pytorch_lightning", "vllm", "tensorrt_llm", "hydra",
-         "httpx", "requests", "aiohttp"}  # fmt: skip
-FOR_ANY_TRAINER = ["losses", "metrics", "test_time"]
+         "httpx", "requests", "aiohttp"}
 
 
 def module_name(file: Path) -> str:
@@ -29,28 +28,23 @@ def module_name(file: Path) -> str:
 MODULES = {module_name(file): file for file in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports_of(source: str) -> Iterator[tuple[str, str | None, bool]]:
-    """(module, name or None, whether only type checkers read it) of each import, wherever it is in the file."""
-    tree = ast.parse(source)
-    typing_blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If)
-                     and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")]
-    for_types = {inner for block in typing_blocks for statement in block.body for inner in ast.walk(statement)}
-    for node in ast.walk(tree):
+def imports_of(source: str) -> Iterator[tuple[str, str | None]]:
+    """(module, name or None) of each import, wherever it is in the file, be it for types alone."""
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None, node in for_types) for alias in node.names)
+            yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
-            yield from ((node.module, alias.name, node in for_types) for alias in node.names)
+            yield from ((node.module, alias.name) for alias in node.names)
 
 
 IMPORTS = {module: list(imports_of(file.read_text(encoding="utf-8"))) for module, file in MODULES.items()}
 
 
-def own_imports(module: str, *, for_types: bool = False) -> set[str]:
-    """The package's modules that a module imports; with those that only type checkers read, if asked for."""
-    targets = [(f"{target}.{name}" if f"{target}.{name}" in MODULES else target, only_types)
-               for target, name, only_types in IMPORTS[module]]  # fmt: skip
-    return {target for target, only_types in targets if target in MODULES and (for_types or not only_types)}
+def own_imports(module: str) -> set[str]:
+    """The package's modules that a module imports."""
+    targets = [f"{target}.{name}" if f"{target}.{name}" in MODULES else target for target, name in IMPORTS[module]]
+    return {target for target in targets if target in MODULES}
 
 
 def is_in(module: str, *places: str) -> bool:
@@ -63,30 +57,29 @@ def room(module: str) -> str:
 
 
 def users_of(place: str) -> set[str]:
-    """Modules outside a place that import from it, be it for types alone."""
-    return {module for module in MODULES if not is_in(module, place)
-            and any(is_in(target, place) for target in own_imports(module, for_types=True))}  # fmt: skip
+    """Modules outside a place that import from it; named below ``nemo_edo``."""
+    return {module.removeprefix("nemo_edo.") for module in MODULES if not is_in(module, place)
+            and any(is_in(target, place) for target in own_imports(module))}
 
 
 def test_rooms_and_modules_import_each_other_without_a_circle():
     rooms = {}
     for module in MODULES:
-        rooms.setdefault(room(module), set()).update(map(room, own_imports(module, for_types=True)))
-    for graph in (rooms, {module: own_imports(module, for_types=True) for module in MODULES}):
+        rooms.setdefault(room(module), set()).update(map(room, own_imports(module)))
+    for graph in (rooms, {module: own_imports(module) for module in MODULES}):
         without_itself = {name: targets - {name} for name, targets in graph.items()}
         TopologicalSorter(without_itself).prepare()  # raises CycleError, which names them
 
 
 def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
-    assert users_of("cluster") <= {"nemo_edo.cli.commands"}
-    assert [module for module in users_of("parallel.main_rank") if not is_in(module, "megatron")] == []
+    assert users_of("cluster") <= {"cli.commands"}
     assert users_of("adapters") == set()
-    assert users_of("megatron.cpu") <= {"nemo_edo.megatron.layer_spec", "nemo_edo.megatron.platform"}
-    never = [(place, "experiments") for place in ("run", "algorithms", "data", "report", "evaluation")]
-    never += [(place, "checks") for place in ("run", "algorithms", "data")]
-    for place, forbidden in (("run_folder", "report"), ("evaluation", "algorithms"), *never):
-        assert [module for module in users_of(forbidden) if is_in(module, place)] == []
-    whole = {room(module) for module, found in IMPORTS.items() if "RunConfig" in {name for _, name, _ in found}}
+    assert users_of("megatron.cpu") <= {"megatron.layer_spec", "megatron.platform"}
+    assert {user.partition(".")[0] for user in users_of("parallel.main_rank")} <= {"megatron"}
+    for place, never in {"experiments": {"run", "algorithms", "data", "report", "evaluation"}, "report": {"run_folder"},
+                         "checks": {"run", "algorithms", "data"}, "algorithms": {"evaluation"}}.items():
+        assert never.isdisjoint(user.partition(".")[0] for user in users_of(place))
+    whole = {room(module) for module, found in IMPORTS.items() if "RunConfig" in {name for _, name in found}}
     assert whole <= {"api", "checks", "cli", "cluster", "config", "experiments", "run", "search"}
 
 
@@ -100,17 +93,10 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     # It sees engines, scorers and policies as the Protocols of interfaces.py.
     "algorithms": {"builtin_task", "config", "data", "errors", "interfaces", "losses", "metrics", "rollouts", "types",
                    "utils"},
-}.items())  # fmt: skip
+}.items())
 def test_a_room_imports_these_rooms_only(name: str, rooms: set[str]):
     inside = [module for module in MODULES if room(module) == name]
     assert {room(target) for module in inside for target in own_imports(module)} - {name} <= rooms
-
-
-def test_losses_metrics_and_test_time_need_torch_numpy_and_scipy_alone():
-    """They serve any trainer; BLEU names the package that it needs. What they load of the package is in ``CHAINS``."""
-    found = {target.partition(".")[0] for module in MODULES if is_in(module, *FOR_ANY_TRAINER)
-             for target, _, only_types in IMPORTS[module] if not only_types}  # fmt: skip
-    assert found - set(sys.stdlib_module_names) == {"nemo_edo", "numpy", "scipy", "torch", "nltk"}
 
 
 WITHOUT_TORCH = HEAVY | {"torch"}
@@ -124,7 +110,8 @@ CHAINS = {  # the places of a chain share an interpreter, so their rules go from
     ],
     "inside a server": [(["generation.inside_server"], WITHOUT_TORCH | {"numpy", "transformers", "starlette"})],
     "torch": [
-        (FOR_ANY_TRAINER, HEAVY | {"transformers", "omegaconf", "datasets", "pyarrow", "pandas", "nltk"}),
+        (["losses", "metrics", "test_time"],
+         HEAVY | {"transformers", "omegaconf", "datasets", "pyarrow", "pandas", "nltk"}),
         (["types", "interfaces", "parallel", "algorithms"], HEAVY | {"transformers"}),
         (["data", "run_folder", "run.inputs", "run.build", "evaluation", "megatron.platform"], HEAVY),
         (["run.stored_run"], HEAVY - {"hydra"}),
