@@ -14,31 +14,13 @@ from nemo_edo.data.answers import final_answer
 from nemo_edo.errors import UserError
 
 SIZES = {"warmup_problems": 60, "train_problems": 20, "test_problems": 30}
-GYMS = ("chain", "gcd", "lcm", "legs")
-"""Tasks that reasoning-gym makes, which needs a C compiler."""
+GYMS = ("chain", "gcd", "lcm", "legs")  # made by reasoning-gym, which needs a C compiler
 EACH = [pytest.param(name, marks=pytest.mark.skipif(
     name in GYMS and find_spec("reasoning_gym") is None, reason="reasoning-gym is not installed")) for name in TASKS]
-LEGS = {"spider": 8, "woodlouse": 14, "snake": 0, "bird": 2, "dog": 4, "ant": 6, "crab": 10, "starfish": 5}
-
-
-def right_answer(name: str, question: str) -> int | None:
-    """By another way than the task's; None where it knows no answer."""
-    numbers = [int(number) for number in re.findall(r"\d+", question)]
-    if name == "residues":
-        return sum(numbers) % 17
-    if name == "products":
-        return math.prod(numbers) % 17
-    if name == "chain":
-        return eval(question)  # a sum of digits
-    if name == "gcd":
-        return math.gcd(*numbers)
-    if name == "lcm":
-        return math.lcm(*numbers)
-    if name == "legs":
-        found = re.findall(r"(\d+) (woodlouse|[a-z ]+?)s?(?:,|$)", question)
-        kinds = [kind for _, kind in found]
-        return sum(int(n) * LEGS[kind] for n, kind in found) if set(kinds) <= set(LEGS) else None
-    return 0  # what is left of a change
+RIGHT = {  # by another way than the task's; the legs of animals are reasoning-gym's
+    "residues": lambda *numbers: sum(numbers) % 17, "products": lambda *numbers: math.prod(numbers) % 17,
+    "chain": lambda *numbers: sum(numbers), "gcd": math.gcd, "lcm": math.lcm, "change": lambda *_: 0,
+}
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -49,8 +31,8 @@ def test_splits_are_disjoint_and_repeatable_and_every_answer_is_right(name: str)
     assert len(set(questions)) == len(questions) == sum(SIZES.values())
     assert made == make(name, **SIZES) != make(name, **SIZES, seed=1)
     for problem in (*made["train"], *made["test"]):
-        right = right_answer(name, problem.question)
-        assert right is None or problem.answer == str(right)
+        numbers = [int(number.replace(" ", "")) for number in re.findall(r"-? ?\d+", problem.question)]
+        assert name not in RIGHT or problem.answer == str(RIGHT[name](*numbers))
         assert problem.solution == ""
 
 

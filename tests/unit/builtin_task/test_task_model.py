@@ -9,14 +9,9 @@ QWEN = {"model_type": "qwen2", "hidden_size": 128, "num_hidden_layers": 2, "num_
         "num_key_value_heads": 2, "intermediate_size": 256, "head_dim": 64}
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, CONFIG)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-def test_encoding_is_one_token_a_number_or_sign_with_nothing_added_and_anything_else_is_unknown(tokenizer):
+def test_encoding_is_one_token_a_number_or_sign_with_nothing_added_and_anything_else_is_unknown(tmp_path):
+    write_tokenizer(tmp_path, CONFIG)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     signs = ["6", " + ", "13", " = ", "19", "\n", "#### ", "19"]
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("6 + 13 = 19\n#### 19")) == signs
     for text in ("How many?", "1234", "6+3", "####2"):
