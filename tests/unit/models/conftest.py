@@ -5,12 +5,30 @@ import pytest
 import torch
 from helpers.tiny_models import over
 
-from nemo_edo.config import GRPOConfig, IDPOConfig, LoRAConfig, ParallelismConfig, PrecisionConfig, SFTConfig
+from nemo_edo.config import (
+    GRPOConfig,
+    IDPOConfig,
+    LoRAConfig,
+    OptimizerConfig,
+    ParallelismConfig,
+    PrecisionConfig,
+    SFTConfig,
+)
 from nemo_edo.models import MegatronGPTDPOModel, MegatronGPTGRPOModel, MegatronGPTSFTModel
 from nemo_edo.models.megatron_gpt_model import MegatronGPTModel, model_config
 from nemo_edo.types import TrainingBatch
 
 TEMPERATURE = 0.7
+SETTINGS = {"micro_batch_size": 2, "optimizer": OptimizerConfig(lr=1e-3)}
+
+
+@pytest.fixture(scope="module", ids=lambda training: type(training).__name__, params=[
+    SFTConfig(**SETTINGS), GRPOConfig(**SETTINGS, alpha=0.25, clip_high=0.28),
+    IDPOConfig(**SETTINGS, alpha=0.25, length_normalized=True),
+])
+def training(request) -> SFTConfig | GRPOConfig | IDPOConfig:
+    """Of each model class."""
+    return request.param
 
 
 @pytest.fixture(scope="session")
@@ -42,12 +60,12 @@ def pairs(tiny) -> TrainingBatch:
 def make_model(tiny_qwen2) -> Callable[..., MegatronGPTModel]:
     """The model class of a training config, with the tiny weights."""
 
-    def make(training: SFTConfig | GRPOConfig | IDPOConfig, lora: LoRAConfig | None = None) -> MegatronGPTModel:
-        classes = {
-            SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel
-        }
+    def make(
+        training: SFTConfig | GRPOConfig | IDPOConfig, lora: LoRAConfig | None = None, dtype: str = "fp32"
+    ) -> MegatronGPTModel:
+        classes = {SFTConfig: MegatronGPTSFTModel, GRPOConfig: MegatronGPTGRPOModel, IDPOConfig: MegatronGPTDPOModel}
         settings = model_config(
-            tiny_qwen2, parallelism=ParallelismConfig(), precision=PrecisionConfig(), seed=0, threads=1,
+            tiny_qwen2, parallelism=ParallelismConfig(), precision=PrecisionConfig(dtype), seed=0, threads=1,
             lora=lora, training=training, temperature=TEMPERATURE,
         )
         return classes[type(training)](settings)
