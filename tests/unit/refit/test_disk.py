@@ -101,7 +101,7 @@ def test_a_server_that_does_not_take_the_weights_is_excluded_until_it_takes_some
     assert engine.policy_version == 2
 
 
-def test_a_restarted_server_gets_the_current_weights_before_requests(sync_of):
+def test_a_restarted_server_gets_the_current_weights_before_requests_and_responses_from_others_are_refused(sync_of):
     own, given = ScriptedReplica("server 0"), ScriptedReplica("server 1", is_managed=False)
     engine, sync = sync_of(own, given)
     sync.push(5)
@@ -110,16 +110,10 @@ def test_a_restarted_server_gets_the_current_weights_before_requests(sync_of):
     for server in (own, given):
         engine.weights.restore(server)
         assert server.weights == server.version and server.version.endswith("version_00005")
-
-
-def test_responses_from_other_weights_are_refused(sync_of):
-    server = ScriptedReplica()
-    engine, sync = sync_of(server)
-    sync.push(1)
-    engine.weights.require(server)
-    server.version = "default"  # somebody has restarted it
-    with pytest.raises(ServerError, match="server 0 .*'default' .*version_00001"):
         engine.weights.require(server)
+        server.version = "default"  # somebody has restarted it
+        with pytest.raises(ServerError, match=f"{server} .*'default' .*version_00005"):
+            engine.weights.require(server)
 
 
 def test_a_server_that_loads_weights_only_at_its_start_is_restarted_with_each_version(sync_of):
@@ -165,21 +159,15 @@ def test_base_weights_are_sent_once_and_adapters_each_time_and_after_a_restart(a
     assert server.adapters == {engine.served_model: server.version} and server.version.endswith("version_00002")
 
 
-def workers_beside(servers, each: int, used=lambda: 0) -> SimpleNamespace:
-    """Workers of one rank, on whose GPU each server that is awake uses ``each`` of 1000 GiB, and the trainer ``used``.
-    The servers record the question."""
+def sleeping(server) -> SleepOnTrainersGPUs:
+    """With workers of one rank, on whose GPU the server uses 400 of 1000 GiB while awake; it records the question."""
 
     def call(work) -> list[list[int]]:
         assert work is Worker.free_gpu_memory
-        for server in servers:
-            server.asked.append(("trainer", "frees its cache", None, None))
-        return [[(1000 - used() - each * sum(not server.asleep for server in servers)) << 30]]
+        server.asked.append(("trainer", "frees its cache", None, None))
+        return [[(1000 if server.asleep else 600) << 30]]
 
-    return SimpleNamespace(call=call)
-
-
-def sleeping(server, each: int = 400, **more) -> SleepOnTrainersGPUs:
-    return SleepOnTrainersGPUs(400 << 30, workers_beside([server], each, **more))
+    return SleepOnTrainersGPUs(400 << 30, SimpleNamespace(call=call))
 
 
 def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_weights(sync_of):

@@ -9,12 +9,11 @@ from nemo_edo.errors import UserError
 from nemo_edo.refit import setup
 from nemo_edo.rollouts import store
 
-VLLM = ["generation.backend=vllm"]
 CORRECTED = "grpo.sampler_correction=tis"
 
 
 def config(*overrides: str):
-    return compose_run("quickstart", [*VLLM, "~arms", *overrides])
+    return compose_run("quickstart", ["generation.backend=vllm", "~arms", *overrides])
 
 
 def root(run: Path, *overrides: str) -> Path:
@@ -45,7 +44,6 @@ def test_weights_are_in_shared_memory_for_servers_of_this_machine_and_in_the_run
 @pytest.mark.parametrize(("overrides", "named"), [
     (["generation.one_step_off=true"], "grpo.sampler_correction .* generation.one_step_off"),
     (["generation.one_step_off=true", CORRECTED, "algorithm=idpo"], "iterative DPO"),
-    (["generation.placement=shared", "generation.backend=megatron"], "placement is 'shared', expected apart"),
     (["generation.one_step_off=true", CORRECTED, "generation.placement=shared"], "sleep"),
     (["generation.one_step_off=true", CORRECTED, "train.rollouts=somewhere"], "nothing is generated"),
     (["generation.placement=shared", "generation.refit.transport=nccl"], "'nccl', expected disk .*placement shared"),
