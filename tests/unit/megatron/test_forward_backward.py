@@ -7,20 +7,10 @@ import pytest
 import torch
 from megatron.core import parallel_state
 
+from nemo_edo import losses
 from nemo_edo.config import DPOLossConfig, GRPOLossConfig
 from nemo_edo.data.batching import sequence_lengths
 from nemo_edo.data.shares import InputShapes, MicroBatching
-from nemo_edo.losses import (
-    LossTerm,
-    NotFinite,
-    ed_idpo_loss,
-    entropy_bonus,
-    grpo_loss,
-    reduce_tokens,
-    reduction_count,
-    sequence_logprobs,
-    sft_loss,
-)
 from nemo_edo.megatron import forward_backward, packing
 from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.types import TrainingBatch
@@ -32,35 +22,31 @@ ED_GRPO = GRPOLossConfig(beta=0.04, exploration_coefficient=0.3, log_ratio_floor
 
 def ed_grpo(logprobs, entropies, micro, _=0.0):
     """With exploration, and an entropy bonus so that entropies have gradients too."""
-    term, metrics = grpo_loss(
-        logprobs, micro.old_logprobs, micro.ref_logprobs, micro.advantages, micro.mask, ED_GRPO
-    )
-    term = term.plus(entropy_bonus(entropies, micro.mask, reduction=ED_GRPO.aggregation), 0.1)
-    return {"grpo": term}, {**metrics, "entropy": reduce_tokens(entropies.detach(), micro.mask, "token-mean")}
+    given = logprobs, micro.old_logprobs, micro.ref_logprobs, micro.advantages, micro.mask
+    term, metrics = losses.grpo_loss(*given, ED_GRPO)
+    term = term.plus(losses.entropy_bonus(entropies, micro.mask, reduction=ED_GRPO.aggregation), 0.1)
+    return {"grpo": term}, {**metrics, "entropy": losses.reduce_tokens(entropies.detach(), micro.mask, "token-mean")}
 
 
 def sft(logprobs, entropies, micro, _=0.0):
-    return {"sft": sft_loss(logprobs, micro.mask)}, {}
+    return {"sft": losses.sft_loss(logprobs, micro.mask)}, {}
 
 
 def ed_idpo(logprobs, entropies, micro, _=0.0):
     """Two terms with separate denominators: pairs, and the responses that explore."""
-    policy, ref = (sequence_logprobs(values, micro.mask) for values in (logprobs, micro.ref_logprobs))
+    policy, ref = (losses.sequence_logprobs(values, micro.mask) for values in (logprobs, micro.ref_logprobs))
     chosen, rejected = micro.pair_role == 1, micro.pair_role == -1
     samples = micro.mask * micro.exploration_factors[:, None]
-    preference, exploration, metrics = ed_idpo_loss(
+    preference, exploration, metrics = losses.ed_idpo_loss(
         policy[chosen], policy[rejected], ref[chosen], ref[rejected], logprobs, micro.old_logprobs, samples, ED_IDPO
     )
     return {"preference": preference, "exploration": exploration}, metrics
 
 
 def counts(name: str, batch) -> dict[str, float]:
-    """Each term's count over the batch."""
-    if name == "ed-idpo":
-        pairs, samples = (batch.pair_role == 1).sum(), batch.exploration_factors.sum()
-        return {"preference": float(pairs), "exploration": float(samples)}
-    reduction = {"ed-grpo": ED_GRPO.aggregation, "sft": "token-mean"}[name]
-    return {{"ed-grpo": "grpo"}.get(name, name): float(reduction_count(batch.mask, reduction))}
+    """Each term's count over the batch, whatever the log-probabilities."""
+    zeros = torch.zeros_like(batch.mask)
+    return {term: float(found.count) for term, found in LOSSES[name](zeros, zeros, batch)[0].items()}
 
 
 LOSSES = {"ed-grpo": ed_grpo, "sft": sft, "ed-idpo": ed_idpo}
@@ -86,9 +72,8 @@ def run(policy, tiny):
     def one_pass(batch, name: str, cut: tuple, loss=None, **settings) -> SimpleNamespace:
         tiny.clear_gradients(policy)
         settings = {"loss_counts": counts(name, batch), "temperature": TEMPERATURE, **settings}
-        metrics = tiny.forward_backward(
-            policy, batch, loss or LOSSES[name], micro_batching=MicroBatching(*cut), **settings
-        )
+        loss = loss or LOSSES[name]
+        metrics = tiny.forward_backward(policy, batch, loss, micro_batching=MicroBatching(*cut), **settings)
         padding = metrics.pop("padding_share")
         return SimpleNamespace(metrics=metrics, gradients=tiny.exported_gradients(policy), padding=padding)
 
@@ -141,14 +126,18 @@ def test_a_term_that_counts_one_token_has_the_gradient_of_two_copies_of_it(run, 
         assert float((one.gradients[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()), name
 
 
-@pytest.mark.parametrize("cut", [(2,), (1, 24, True), (1, 24, True, True)])
-def test_empty_micro_batches_that_fill_a_group_change_nothing(run, batch, dense, monkeypatch, cut):
-    """Interleaved pipeline stages take micro-batches in groups."""
-    counted, plain = [], forward_backward._inputs
-    monkeypatch.setattr(forward_backward, "_inputs", lambda *args: counted.append(plain(*args)) or counted[-1])
-    monkeypatch.setattr(packing, "input_shapes", lambda _: InputShapes(uniform=True, group=5))
+@pytest.mark.parametrize(("cut", "multiple", "group"), [
+    ((2,), 1, 5), ((1, 24, True), 1, 5), ((1, 24, True, True), 1, 5), ((1, 41, True), 7, 1),
+])
+def test_padding_that_a_layout_asks_for_changes_nothing(run, batch, dense, monkeypatch, cut, multiple, group):
+    """Empty micro-batches, as interleaved pipeline stages take them in groups; packs of a multiple of tokens."""
+    seen, plain = [], forward_backward._inputs
+    monkeypatch.setattr(forward_backward, "_inputs", lambda *args: seen.append(plain(*args)) or seen[-1])
+    monkeypatch.setattr(packing, "input_shapes", lambda _: InputShapes(multiple, uniform=group > 1, group=group))
     assert_same(run(batch, "ed-idpo", cut), dense["ed-idpo"])
-    assert [len(inputs) for inputs in counted] == [5]
+    [inputs] = seen
+    assert group in (1, len(inputs))
+    assert all(one.tokens.shape[1] % multiple == 0 and one.tokens.shape[1] <= 41 for one in inputs)
 
 
 def test_a_shared_prompt_enters_the_model_once(policy, tiny, batch, monkeypatch):
@@ -175,9 +164,7 @@ def test_the_shares_of_two_data_parallel_ranks_add_up_to_the_dense_gradients(
     assert all(share.rows.size == len(share.places) for share in shares)
     tiny.clear_gradients(policy)
     for share in shares:
-        forward_backward.forward_backward(
-            policy, share, LOSSES[name], exploration_weight=0.0, temperature=TEMPERATURE
-        )
+        forward_backward.forward_backward(policy, share, LOSSES[name], exploration_weight=0.0, temperature=TEMPERATURE)
     both = {key: tuple(map(sum, zip(*(part[key] for part in totals if key in part), strict=True)))
             for key in totals[0].keys() | totals[1].keys()}
     assert all(part != both for part in totals), "one rank has it all"
@@ -211,8 +198,8 @@ def test_a_micro_batch_whose_loss_is_not_finite_makes_the_whole_loss_nan(run, ba
         if len(calls) != 2:
             return sft(logprobs, entropies, micro)
         if refuses:
-            raise NotFinite("logprobs has NaN")
-        return {"sft": LossTerm(logprobs.sum() * torch.inf, micro.mask.sum())}, {}
+            raise losses.NotFinite("logprobs has NaN")
+        return {"sft": losses.LossTerm(logprobs.sum() * torch.inf, micro.mask.sum())}, {}
 
     found = run(batch, "sft", (2,), loss=broken)
     assert calls == [2, 2, 2]
@@ -249,4 +236,4 @@ def test_logprobs_and_entropies_are_those_of_transformers(policy, tiny, tiny_qwe
 @pytest.mark.parametrize("count", [3.0, math.nan])
 def test_a_sum_on_the_gpu_and_a_count_on_the_host_become_a_pair_on_the_gpu(count):
     on_gpu = torch.ones((), device="meta")  # like CUDA, refuses operands on another device
-    assert forward_backward._pairs({"sft": LossTerm(on_gpu, count)})["sft"].device == on_gpu.device
+    assert forward_backward._pairs({"sft": losses.LossTerm(on_gpu, count)})["sft"].device == on_gpu.device
