@@ -13,10 +13,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.utils import unwrap_model
 
 from nemo_edo.config import ParallelismConfig
-from nemo_edo.data.shares import InputShapes, MicroBatching
 from nemo_edo.errors import UserError
-from nemo_edo.megatron import forward_backward
-from nemo_edo.megatron import packing as megatron_packing
 from nemo_edo.megatron.cpu.attention import SDPAttention
 from nemo_edo.megatron.cpu.families import TorchNorm
 from nemo_edo.megatron.layer_spec import FUSED, check_packing, choose_attention, kernels, set_layer_spec
@@ -72,33 +69,6 @@ def test_values_in_bf16_are_the_same_with_and_without_gradients():
     assert torch.equal(attention(*inputs, None), attention(*(part.detach() for part in inputs), None))
 
 
-def packed(*lengths: int) -> PackedSequences:
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return PackedSequences("thd", boundaries, boundaries, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-                           lengths=lengths)  # fmt: skip
-
-
-def test_each_packed_sequence_attends_to_itself_alone():
-    inputs = tensors(12, 12, batch=1)
-    attention = core(SDPAttention, config())
-    found = attention(*(part.squeeze(1) for part in inputs), None, packed_seq_params=packed(5, 1, 6))
-    expected = [attention(*(part[start:end] for part in inputs), None) for start, end in ((0, 5), (5, 6), (6, 12))]
-    torch.testing.assert_close(found, torch.cat(expected).squeeze(1), rtol=0, atol=1e-6)
-
-
-def test_a_pack_that_is_padded_to_a_multiple_has_the_same_logprobs(policy, tiny, monkeypatch):
-    batch, multiple = tiny.random_batch(rows=6), 7
-    cut = {"micro_batching": MicroBatching(1, 41, packing=True), "temperature": 1.0}
-    expected = tiny.logprobs(policy, batch, **cut)
-    shapes, plain = [], forward_backward.packed_inputs
-    monkeypatch.setattr(forward_backward, "packed_inputs", lambda *args: shapes.append(args[-1]) or plain(*args))
-    monkeypatch.setattr(megatron_packing, "input_shapes", lambda _: InputShapes(multiple=multiple))
-    for found, wanted in zip(tiny.logprobs(policy, batch, **cut), expected, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
-    assert {rows for rows, _ in shapes} == {1}
-    assert all(length % multiple == 0 and length <= 41 for _, length in shapes)
-
-
 @pytest.mark.parametrize(("fields", "told"), [
     ({"window_size": (4, 0)}, "sliding-window"),
     ({"softmax_type": "learnable"}, "sinks"),
@@ -150,8 +120,8 @@ def test_packing_in_fp32_is_refused_with_attention_that_is_not_ours(policy, monk
 
 def test_a_pack_on_a_gpu_is_cut_without_reading_from_it():
     on_gpu = [part.to("meta") for part in tensors(12, 12, batch=1)]  # no value of them can be read
-    pack = packed(5, 7)
-    pack.cu_seqlens_q = pack.cu_seqlens_q.to("meta")
+    boundaries = torch.tensor([0, 5, 12], dtype=torch.int32, device="meta")
+    pack = PackedSequences("thd", boundaries, boundaries, max_seqlen_q=7, max_seqlen_kv=7, lengths=(5, 7))
     output = core(SDPAttention, config())(*(part[:, 0] for part in on_gpu), None, packed_seq_params=pack)
     assert output.shape == (12, on_gpu[0][0, 0].numel())
 
@@ -159,32 +129,31 @@ def test_a_pack_on_a_gpu_is_cut_without_reading_from_it():
 def test_packing_and_shared_prompts_are_refused_with_layers_that_cannot_compute_them(
     policy, tiny, tiny_qwen2, monkeypatch
 ):
+    from megatron.bridge.models.falcon_h1.modeling_falconh1.falconh1_layer import FalconH1Layer
+    from megatron.bridge.models.gemma.gemma2_provider import Gemma2FlexDotProductAttention
+
     check_packing(policy.chunks, share_prompts=True)
-    with pytest.raises(UserError, match="set packing=false"):
-        check_packing(tiny.build_policy(tiny_qwen2, attention="local").chunks)
+    local = tiny.build_policy(tiny_qwen2, attention="local").chunks
+    for layers in (local, [bare(FalconH1Layer)], [bare(Gemma2FlexDotProductAttention)]):
+        with pytest.raises(UserError, match="packing needs layers that keep packed sequences apart.*set packing=false"):
+            check_packing(layers)
     monkeypatch.setattr("nemo_edo.megatron.layer_spec.rotates", lambda config: False)
     with pytest.raises(UserError, match="set share_prompts=false"):
         check_packing(policy.chunks, share_prompts=True)
 
 
-def test_packing_is_refused_with_layers_of_bridge_that_do_not_see_the_pack():
-    from megatron.bridge.models.falcon_h1.modeling_falconh1.falconh1_layer import FalconH1Layer
-    from megatron.bridge.models.gemma.gemma2_provider import Gemma2FlexDotProductAttention
-
-    for kind in (FalconH1Layer, Gemma2FlexDotProductAttention):
-        layer = kind.__new__(kind)
-        torch.nn.Module.__init__(layer)
-        with pytest.raises(UserError, match="packing needs layers that keep packed sequences apart"):
-            check_packing([layer])
+def bare(kind: type) -> torch.nn.Module:
+    """A layer of Megatron's or Bridge's without its parts."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    return layer
 
 
 def test_layers_without_attention_are_told_and_not_decoded_in_process(policy, tiny, monkeypatch):
     """As the first ones of Nemotron-H, Falcon-H1 and Qwen3-Next, which need a GPU."""
     whole, layers = kernels(policy.chunks), unwrap_model(policy.chunks[0]).decoder.layers
     for layer, told in zip(layers, (whole["attention"], "none in this stage's layers"), strict=True):
-        state = GatedDeltaNet.__new__(GatedDeltaNet)
-        torch.nn.Module.__init__(state)
-        monkeypatch.setitem(layer._modules, "self_attention", state)
+        monkeypatch.setitem(layer._modules, "self_attention", bare(GatedDeltaNet))
         assert kernels(policy.chunks)["attention"] == told
     with pytest.raises(UserError, match="linear attention: set generation=vllm"):
         tiny.build_engine(policy)

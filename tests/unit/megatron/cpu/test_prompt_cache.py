@@ -3,25 +3,20 @@
 import random
 
 import pytest
-import torch
 
 from nemo_edo.generation import megatron_engine
-from nemo_edo.megatron.decoding_cache import CacheContext, PromptCacheContext
+from nemo_edo.megatron.decoding_cache import PromptCacheContext
 from nemo_edo.types import GenerationRequest, SamplingParams
 
-STOPS = range(1, 12)
-MODELS = {"qwen2": {}, "qwen3": {"num_key_value_heads": 4}, "llama": {}}
 
-
-@pytest.fixture(params=MODELS)
-def engine(request, tiny, tmp_path):
-    folder = tiny.write_tiny_model(tmp_path / "model", request.param, **MODELS[request.param])
-    return tiny.build_engine(tiny.build_policy(folder), stop_ids=STOPS)
-
-
+@pytest.mark.parametrize(("model_type", "groups"), [("qwen2", 2), ("qwen3", 4), ("llama", 2)])
 @pytest.mark.parametrize("threshold", [0.0, 1.1], ids=["rows stay", "ended rows leave at every step"])
-def test_responses_are_those_of_a_copy_of_the_prompt_for_each(engine, monkeypatch, threshold: float):
+def test_responses_are_those_of_a_copy_of_the_prompt_for_each(
+    tiny, tmp_path, monkeypatch, model_type: str, groups: int, threshold: float
+):
     """Of prompts of one length and of several, which begin alike, with as many samples of each and not."""
+    folder = tiny.write_tiny_model(tmp_path / "model", model_type, num_key_value_heads=groups)
+    engine = tiny.build_engine(tiny.build_policy(folder), stop_ids=range(1, 12))
     monkeypatch.setattr(megatron_engine, "COMPACT_BELOW", threshold)
     generator, made = random.Random(0), []
     build = PromptCacheContext.__init__
@@ -43,16 +38,3 @@ def test_responses_are_those_of_a_copy_of_the_prompt_for_each(engine, monkeypatc
             assert one.response_logprobs == pytest.approx(other.response_logprobs, abs=1e-5)
     modules = [module for chunk in engine.built.chunks for module in chunk.modules()]
     assert {module.prompts for module in modules if hasattr(module, "softmax_scale")} == {None}, "prompts are kept"
-
-
-@pytest.mark.parametrize("by_head", [True, False])
-def test_rows_that_stay_keep_what_is_filled_in_the_layout_that_the_attention_reads(by_head):
-    cache = CacheContext(3, 4, by_head=by_head)
-    before = torch.randn(4, 3, 2, 5)  # as Megatron allocates it
-    cache.key_value_memory_dict[1] = (before, before + 1)
-    cache.sequence_len_offset = 2
-    cache.keep(torch.tensor([2, 0]))
-    for part, of in zip(cache.key_value_memory_dict[1], (before, before + 1), strict=True):
-        assert torch.equal(part[:2], of[:2, [2, 0]])
-        # Transformer Engine's attention copies what is not contiguous; torch's reads a head's positions
-        assert (part if not by_head else part.permute(1, 2, 0, 3)).is_contiguous()
