@@ -13,6 +13,7 @@ from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, Prec
 from nemo_edo.config.model_shape import ModelShape
 from nemo_edo.data.batching import build_batch, sequence_lengths
 from nemo_edo.data.shares import Prompts
+from nemo_edo.megatron.optimizer_state import parts
 from nemo_edo.megatron.shared_prompts import SharedPrompts, shared_inputs
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True}
@@ -36,24 +37,18 @@ def measured(policy) -> dict[str, int]:
     parameters = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     of_weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    state = {}  # moments and main weights; fp32 main weights that are the weights themselves are not counted again
+    for part in parts(policy.optimizer):
+        for main in (main for group in part.optimizer.param_groups for main in group["params"]):
+            moments = part.optimizer.state[main]
+            for tensor in (main, moments["exp_avg"], moments["exp_avg_sq"]):
+                if tensor.untyped_storage().data_ptr() not in of_weights:
+                    state[tensor.data_ptr()] = tensor.nbytes
     return {
         "weights": sum(parameter.nbytes for parameter in parameters),
         "gradients": sum(parameter.main_grad.nbytes for parameter in trained),
-        "optimizer": _state_bytes(policy.optimizer, of_weights),
+        "optimizer": sum(state.values()),
     }
-
-
-def _state_bytes(optimizer, of_weights: set[int]) -> int:
-    """Moments and main weights; fp32 main weights that are the weights themselves are not counted again."""
-    found = {}
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        for group in part.optimizer.param_groups:
-            for main in group["params"]:
-                moments = part.optimizer.state[main]
-                for tensor in (main, moments["exp_avg"], moments["exp_avg_sq"]):
-                    if tensor.untyped_storage().data_ptr() not in of_weights:
-                        found[tensor.data_ptr()] = tensor.nbytes
-    return sum(found.values())
 
 
 def workload(folder: Path, dtype: str = "fp32", lora: LoRAConfig | None = None, **parallelism) -> memory.Workload:

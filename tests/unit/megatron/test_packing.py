@@ -40,14 +40,11 @@ def test_every_rank_gets_whole_shares_of_a_sequence(fields, multiple):
     assert input_shapes(config(**fields)).multiple == multiple
 
 
-def test_interleaved_stages_exchange_tensors_of_one_shape():
+def test_lengths_are_rounded_up_and_interleaved_stages_exchange_tensors_of_one_shape():
+    assert InputShapes(multiple=4).fit([(2, 8), (3, 9)]) == [(2, 8), (3, 12)]
     shapes = input_shapes(config(pipeline_model_parallel_size=3, virtual_pipeline_model_parallel_size=2))
     assert shapes == InputShapes(uniform=True, group=3)
     assert shapes.fit([(2, 8), (3, 5)]) == [(3, 8), (3, 8)]
-
-
-def test_lengths_are_rounded_up():
-    assert InputShapes(multiple=4).fit([(2, 8), (3, 9)]) == [(2, 8), (3, 12)]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -10,18 +10,9 @@ from nemo_edo.losses import LossTerm, sft_loss
 from nemo_edo.megatron.policy import exchange_contents
 
 
-def broken(logprobs, entropies, micro, _=0.0):
-    return {"sft": LossTerm(logprobs.sum() * torch.nan, micro.mask.sum())}, {}
-
-
 def broken_gradient(logprobs, entropies, micro, _=0.0):
     """The loss is 0, its gradient infinite or NaN."""
     return {"sft": LossTerm((logprobs - logprobs.detach()).abs().sqrt().sum(), micro.mask.sum())}, {}
-
-
-@pytest.fixture(scope="module")
-def half(tiny, tiny_qwen2):
-    return tiny.build_policy(tiny_qwen2, dtype="bf16")
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +61,19 @@ def test_steps_are_those_of_adamw_on_the_dense_model(policy, tiny, tiny_qwen2, c
         torch.testing.assert_close(after[name], expected.detach(), rtol=0, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-MAX, MIN, WARMUP, STEPS = 1e-3, 1e-4, 2, 6
-
-
-def expected_lr(schedule: str, done: int) -> float:
-    if done <= WARMUP:
-        return MAX * done / WARMUP
-    left = 1 - (done - WARMUP) / (STEPS - WARMUP)
-    return MIN + (MAX - MIN) * (1.0 if schedule == "constant" else (1 - math.cos(math.pi * left)) / 2)
+MAX, STEPS = 1e-3, 6
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
 def test_the_learning_rate_warms_up_from_zero_and_decays_to_its_minimum_at_the_last_step(policy, tiny, start, schedule):
-    policy.reset_optimizer(OptimizerConfig(lr=MAX, min_lr=MIN, warmup_steps=WARMUP, schedule=schedule), STEPS)
+    policy.reset_optimizer(OptimizerConfig(lr=MAX, min_lr=0.1 * MAX, warmup_steps=2, schedule=schedule), STEPS)
     batch = tiny.random_batch(rows=2)
     rates = [step(policy, batch)["lr"]]
     assert all(map(torch.equal, policy.snapshot(), start)), "the first step's rate is 0"
     rates += [step(policy, batch)["lr"] for _ in range(STEPS)]
-    assert rates == pytest.approx([expected_lr(schedule, done) for done in range(STEPS + 1)])
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * part / 4)) / 2 for part in range(1, 5)]
+    decay = cosine if schedule == "cosine" else [1.0] * 4
+    assert rates == pytest.approx([MAX * share for share in (0.0, 0.5, 1.0, *decay)])
 
 
 def constant(logprobs, entropies, micro, _=0.0):
@@ -96,11 +82,11 @@ def constant(logprobs, entropies, micro, _=0.0):
     return {"sft": LossTerm(term.sum + math.inf, term.count)}, {}
 
 
-@pytest.mark.parametrize("which", ["policy", "half"])
-@pytest.mark.parametrize("loss", [broken, broken_gradient, constant])
-def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(request, tiny, which, loss):
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("loss", [broken_gradient, constant])
+def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(tiny, tiny_qwen2, dtype, loss):
     """Neither weights nor moments nor the learning rate's schedule: the steps after it are those without it."""
-    policy = request.getfixturevalue(which)
+    policy = tiny.build_policy(tiny_qwen2, dtype=dtype)
     start, batches = policy.snapshot(), [tiny.random_batch(rows=2, seed=seed) for seed in range(3)]
 
     def train(losses, batches) -> tuple[list, list]:
@@ -115,7 +101,6 @@ def test_a_step_with_a_loss_or_gradient_that_is_not_finite_changes_nothing(reque
     assert skipped["skipped"] == 1.0 and math.isfinite(skipped["grad_norm"]) == (loss is constant)
     assert reports == expected and {report["skipped"] for report in reports} == {0.0}
     assert all(map(torch.equal, found, weights)) and not all(map(torch.equal, weights, start))
-    policy.load(start)
 
 
 def test_a_norm_above_the_limit_is_not_stepped_on_and_one_at_the_limit_is(policy, tiny, start):
@@ -136,15 +121,11 @@ def test_a_norm_above_the_limit_is_not_stepped_on_and_one_at_the_limit_is(policy
     assert not all(map(torch.equal, policy.snapshot(), start))
 
 
-@pytest.fixture
-def other(tiny, tmp_path):
-    return tiny.build_policy(tiny.write_tiny_model(tmp_path / "other", seed=1))
-
-
 def test_weights_computes_with_the_frozen_ones_in_place_and_restores_its_own_even_after_an_error(
-    policy, tiny, start, other
+    policy, tiny, start, tmp_path
 ):
     """No copy of the model is allocated: the addresses in use are the same two sets."""
+    other = tiny.build_policy(tiny.write_tiny_model(tmp_path / "other", seed=1))
     batch, frozen = tiny.random_batch(), other.snapshot()
     own = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
 

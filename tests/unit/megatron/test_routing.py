@@ -40,13 +40,7 @@ def batch_of(rollouts):
 
 
 def logprobs(policy, tiny, batch, how=LAYOUTS["padded rows"]):
-    from nemo_edo.megatron.forward_backward import logprobs_and_entropy
-
-    (share,) = tiny.shares(policy, batch, how)
-    values = logprobs_and_entropy(policy, share, 1.0)[0]
-    whole = torch.zeros_like(batch.mask)
-    whole[share.places, : values.shape[-1]] = values
-    return whole * batch.mask
+    return tiny.logprobs(policy, batch, micro_batching=how, temperature=1.0)[0]
 
 
 def perturb_routers(policy) -> None:
@@ -139,10 +133,3 @@ def test_gradients_with_recomputed_layers_are_those_without(folder, tiny):
     for name, gradient in plain.items():
         torch.testing.assert_close(recomputed[name], gradient, rtol=1e-5, atol=1e-7)
     assert any(gradient.abs().max() > 0 for name, gradient in plain.items() if "router" in name)
-
-
-def test_experts_of_another_model_are_refused(folder, tiny):
-    policy = tiny.build_policy(folder)
-    batch = batch_of(sampled(policy, tiny))
-    with pytest.raises(ValueError, match="has 2 layers of 2"):
-        logprobs(policy, tiny, batch.with_fields(routed_experts=batch.routed_experts[..., :2]))
