@@ -1,6 +1,7 @@
 """What a precision needs of machine and model; and bf16 against fp32, by the error model of docs/scaling.md."""
 
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from packaging.version import Version
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import UserError
-from nemo_edo.megatron.precision import SUPPORT, check_dimensions, check_fp8_support, configure
+from nemo_edo.megatron.precision import SUPPORT, check_dimensions, check_fp8_support, configure, warn_of_emulated_bf16
 
 
 def fp8(recipe: str, **fields) -> PrecisionConfig:
@@ -80,3 +81,15 @@ def test_bf16_moves_logprobs_no_more_than_independent_roundings_would(tiny, tmp_
         scale = tiny.load_dense(folder)(batch.tokens).logits[:, :-1].square().mean(-1).sqrt()
     error = ((half - full) / scale)[batch.mask.bool()].square().mean().sqrt()
     assert ROUNDOFF / 10 < error < 2 * ROUNDOFF * (2 * ROUNDINGS / 3) ** 0.5
+
+
+def test_bf16_on_a_cpu_without_instructions_for_it_is_warned_of(monkeypatch):
+    supported = True
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_emulated_bf16(PrecisionConfig(dtype="bf16"))
+        supported = False
+        warn_of_emulated_bf16(PrecisionConfig(dtype="fp32"))
+    with pytest.warns(UserWarning, match="set precision=fp32"):
+        warn_of_emulated_bf16(PrecisionConfig(dtype="bf16"))
