@@ -12,16 +12,7 @@ from nemo_edo.config.compose import arm_configs, compose_incomplete
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.evaluation.results import START
-from tools.paper_tables.published import (
-    OUT_OF_DISTRIBUTION,
-    OVERALL,
-    ROW,
-    TABLES,
-    evaluated_on,
-    measured_by,
-    published,
-    read_texts,
-)
+from tools.paper_tables import published
 from tools.paper_tables.settings import departures
 
 FOLDER = shipped_config_dir() / "experiment"
@@ -30,30 +21,26 @@ NAMES = sorted(
 )
 OF_THE_PAPER = [name for name in NAMES if not name.startswith("builtin/")]
 TRAINED = [name for name in OF_THE_PAPER if not name.startswith("ood/")]
-EXPERIMENTS = read_texts("experiments.csv")
+EXPERIMENTS = published.read_texts("experiments.csv")
 MEASURED = EXPERIMENTS.assign(tables=EXPERIMENTS["tables"].str.split()).explode("tables")
 """A line for each arm and table."""
 H100 = Devices(False, 4, 80 * 10**9)
 
 
 @functools.cache
-def composed_with_missing(name: str):
-    """Composing takes half a second."""
-    return compose_incomplete(f"experiment/{name}", [])
-
-
 def composed(name: str):
-    return composed_with_missing(name)[0]
+    """The config and the keys that it lacks. Composing takes half a second."""
+    return compose_incomplete(f"experiment/{name}", [])
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_composes_under_its_name_with_the_papers_settings(tmp_path: Path, name: str):
-    cfg = composed(name)
+    cfg, _ = composed(name)
     benchmark = f"_{cfg.data.test_benchmark}" if name.startswith("ood/") else ""
     assert (cfg.experiment, cfg.name) == (name, name.replace("/", "_") + benchmark)
     if name in OF_THE_PAPER:
         record = experiment_record(tmp_path / "run", cfg)
-        found = {arm: departures(record, arm) for arm in measured_by(name)["arm"]}
+        found = {arm: departures(record, arm) for arm in published.measured_by(name)["arm"]}
         assert found == {arm: [] for arm in found}
         assert (cfg.evaluation.samples, cfg.evaluation.rollouts) == (10, 3)
     # DAPO's buffer is a fifth of the longest response, as its authors' 4,096 of 20,480.
@@ -63,33 +50,33 @@ def test_an_experiment_composes_under_its_name_with_the_papers_settings(tmp_path
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_an_experiment_fits_on_four_h100s_of_80_gb(name: str):
-    assert not [found for _, found in of_config(*composed_with_missing(name), H100) if found.status == FAIL]
+    assert not [found for _, found in of_config(*composed(name), H100) if found.status == FAIL]
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("table", published.TABLES)
 def test_every_row_of_the_papers_tables_has_one_run_that_measures_it(table: str):
     arms = MEASURED[MEASURED["tables"] == table]
-    for row in published(table)[ROW].drop_duplicates().itertuples():
-        elsewhere = row.evaluated_on in (OVERALL, *OUT_OF_DISTRIBUTION)
+    for row in published.published(table)[published.ROW].drop_duplicates().itertuples():
+        elsewhere = row.evaluated_on in (published.OVERALL, *published.OUT_OF_DISTRIBUTION)
         method = "cot" if row.method == "searchllm" else row.method
         same = (arms[["backbone", "trained_on", "method"]] == [row.backbone, row.trained_on, method]).all(axis=1)
-        [measures] = arms[same & ((arms["evaluated_on"] == OVERALL) == elsewhere)].itertuples()
-        cfg = composed(measures.experiment)
+        [measures] = arms[same & ((arms["evaluated_on"] == published.OVERALL) == elsewhere)].itertuples()
+        cfg, _ = composed(measures.experiment)
         assert measures.arm in {START, *arm_configs(cfg)}
         assert (cfg.algorithm == "none") == elsewhere
-        assert elsewhere or evaluated_on(cfg.data.tested_on, row.trained_on) == row.evaluated_on
+        assert elsewhere or published.evaluated_on(cfg.data.tested_on, row.trained_on) == row.evaluated_on
         assert elsewhere or BENCHMARKS[cfg.data.benchmark].title.lower().startswith(row.trained_on.lower())
 
 
 def test_every_experiment_of_the_tables_has_a_config_and_no_two_arms_measure_one_row():
     assert set(MEASURED["experiment"]) == set(OF_THE_PAPER)
-    assert not MEASURED[[*ROW, "tables"]].duplicated().any()
+    assert not MEASURED[[*published.ROW, "tables"]].duplicated().any()
     for name in ("alpha/math_qwen_grpo", "alpha/math_qwen_idpo"):
-        assert [arm.alpha for arm in arm_configs(composed(name)).values()] == [0, 1e-4, 1e-3, 1e-2, 1e-1]
+        assert [arm.alpha for arm in arm_configs(composed(name)[0]).values()] == [0, 1e-4, 1e-3, 1e-2, 1e-1]
 
 
 @pytest.mark.parametrize("data", ["aime24", "aime25", "math500", "minerva", "olympiadbench"])
 def test_a_benchmark_is_chosen_by_data_and_has_its_own_folder(data: str):
     cfg, missing = compose_incomplete("experiment/ood/s1k_llama_eto", [f"data={data}"])
-    assert evaluated_on(cfg.data.tested_on, "s1K") in OUT_OF_DISTRIBUTION
+    assert published.evaluated_on(cfg.data.tested_on, "s1K") in published.OUT_OF_DISTRIBUTION
     assert (cfg.name, missing) == (f"ood_s1k_llama_eto_{data}", ["model.path", "data.test"])

@@ -1,6 +1,5 @@
 """Every shipped configuration composes, and says what its name promises."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -24,20 +23,10 @@ WITHOUT_BASELINE = {"alpha_sweep", "idpo_alpha_sweep", "sft_gsm8k", "sft_quickst
 """A sweep's baseline is another run; supervised training, or none, has no arms."""
 
 
-def overrides_for(config_name: str) -> list[str]:
-    if config_name in BUILT_IN:
-        return []
-    return MANDATORY[:1] if config_name == "real" else MANDATORY
-
-
-@functools.cache
-def arms_of(*overrides: str) -> dict:
-    return arm_configs(compose_run("quickstart", ["replicate_baseline=false", *overrides]))
-
-
 @pytest.mark.parametrize("config_name", CONFIGS)
 def test_shipped_config_composes_under_its_own_name(config_name: str):
-    cfg = compose_run(config_name, overrides_for(config_name))
+    needed = [] if config_name in BUILT_IN else MANDATORY[:1] if config_name == "real" else MANDATORY
+    cfg = compose_run(config_name, needed)
     assert cfg.name == config_name
     has_baseline = [arm.exploration_weight == 0 for arm in arm_configs(cfg).values()]
     assert any(has_baseline) != (config_name in WITHOUT_BASELINE)
@@ -67,14 +56,15 @@ def test_every_choice_of_every_group_composes_onto_the_quickstart(choice: str):
 
 
 def test_quickstart_arms_have_the_exploration_factors_of_the_study_and_one_follows_grpo_alpha():
-    arms = arms_of()
+    arms, swept = (arm_configs(compose_run("quickstart", ["replicate_baseline=false", *line]))
+                   for line in ([], ["grpo.alpha=0.01"]))
     weights = {name: arm.exploration_weight for name, arm in arms.items()}
     assert weights == pytest.approx({"grpo": 0, "ed_grpo": 1e-6, "ed_grpo_floor": 0.3, "entropy_bonus": 0})
     assert (arms["ed_grpo_floor"].log_ratio_floor, arms["entropy_bonus"].entropy_coefficient) == (-0.1, 0.03)
     assert [arm.log_ratio_floor for name, arm in arms.items() if name != "ed_grpo_floor"] == [None] * 3
-    assert arms_of("grpo.alpha=0.01") == {**arms, "ed_grpo": replace(arms["ed_grpo"], alpha=0.01)}
-    swept = arm_configs(compose_run("alpha_sweep", ["grpo.alpha=0.1"]))
-    assert {name: arm.exploration_weight for name, arm in swept.items()} == {"policy": pytest.approx(1e-4)}
+    assert swept == {**arms, "ed_grpo": replace(arms["ed_grpo"], alpha=0.01)}
+    [(name, arm)] = arm_configs(compose_run("alpha_sweep", ["grpo.alpha=0.1"])).items()
+    assert (name, arm.exploration_weight) == ("policy", pytest.approx(1e-4))
 
 
 @pytest.mark.parametrize(("name", "of_library", "own"), [
