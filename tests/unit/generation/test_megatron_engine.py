@@ -15,11 +15,6 @@ STOPS = range(1, 12)
 LENGTH = 8
 
 
-@pytest.fixture(scope="module")
-def dense(tiny, tiny_qwen2):
-    return tiny.load_dense(tiny_qwen2)
-
-
 @pytest.fixture
 def engine(tiny, policy):
     return tiny.build_engine(policy, stop_ids=STOPS)
@@ -31,11 +26,8 @@ def requests() -> list[GenerationRequest]:
     rng = random.Random(0)
     prompts = [tuple(rng.choices(range(12, 128), k=k)) for k in (11, 4, 1, 7, 2, 4, 5)]
     prompts += [prompts[1] + (20,), prompts[4] + (30, 40, 50)]
-    return [
-        GenerationRequest(f"problem-{number}", sample, prompt, seed=100 * number + sample)
-        for number, prompt in enumerate(prompts)
-        for sample in range(3)
-    ]
+    return [GenerationRequest(f"problem-{number}", sample, prompt, seed=100 * number + sample)
+            for number, prompt in enumerate(prompts) for sample in range(3)]
 
 
 def params(temperature: float = 1.0, top_p: float = 1.0, max_new_tokens: int = LENGTH) -> SamplingParams:
@@ -48,9 +40,9 @@ def responses(rollouts) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_are_those_of_a_full_forward_pass(engine, dense, tiny, requests, temperature, top_p):
-    rollouts = engine.generate(requests, params(temperature, top_p))
-    for rollout in rollouts:
+def test_logprobs_are_those_of_a_full_forward_pass(engine, tiny, tiny_qwen2, requests, temperature, top_p):
+    dense = tiny.load_dense(tiny_qwen2)
+    for rollout in engine.generate(requests, params(temperature, top_p)):
         tokens = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
         with torch.no_grad():
             expected = tiny.dense_logprobs(dense, tokens, temperature)[0][0, len(rollout.prompt_ids) - 1 :]

@@ -37,8 +37,8 @@ def nucleus(probs: torch.Tensor, top_p: float) -> set[int]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("top_p", [1.0, 0.8])
-def test_frequencies_are_the_probabilities(temperature, top_p):
+@pytest.mark.parametrize("top_p", [1.0, 0.95, 0.7])
+def test_frequencies_are_the_probabilities_of_exactly_the_nucleus(temperature, top_p):
     logits = random_logits(1, 12, scale=1.5)
     uniforms = request_uniforms([42], 50_000)[0]
     found = torch.bincount(sampled(logits, uniforms, sampling(temperature, top_p)), minlength=12)
@@ -47,19 +47,6 @@ def test_frequencies_are_the_probabilities(temperature, top_p):
     assert found.sum() == found[kept].sum()
     expected = probs[kept] / probs[kept].sum() * len(uniforms)
     assert chisquare(found[kept].numpy(), expected.numpy()).pvalue > 0.01
-
-
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
-@pytest.mark.parametrize("seed", range(3))
-def test_top_p_keeps_exactly_the_nucleus(top_p, seed):
-    logits = random_logits(1, 20, seed=seed)
-    uniforms = torch.linspace(0, HIGHEST, 200_000)
-    found = set(sampled(logits, uniforms, sampling(1.0, top_p)).tolist())
-    probs = logits[0].softmax(-1)
-    expected = nucleus(probs, top_p)
-    assert found <= expected
-    share = {token: float(probs[token] / probs[list(expected)].sum()) for token in expected}
-    assert {token for token in expected if share[token] > 1e-5} <= found  # rarer ones fall between the uniforms
 
 
 @pytest.mark.parametrize("params", [sampling(), sampling(0.5), sampling(1.0, 0.9)], ids=str)
@@ -80,10 +67,8 @@ def test_tokens_of_probability_zero_are_never_chosen(params, columns):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("params", "scale"), [(sampling(), 1.0), (sampling(0.7), 0.7), (sampling(0.7, 0.5), 0.7), (sampling(0.0), 1.0)],
-    ids=str,
-)
+@pytest.mark.parametrize(("params", "scale"), [
+    (sampling(), 1.0), (sampling(0.7), 0.7), (sampling(0.7, 0.5), 0.7), (sampling(0.0), 1.0)], ids=str)
 def test_logprobs_are_those_of_the_temperature_scaled_softmax_before_any_cut(params, scale, dtype):
     logits = random_logits(40, 25).to(dtype)
     tokens, logprobs = choose_tokens(logits, request_uniforms([3], 40)[0], params)

@@ -26,10 +26,6 @@ def changed(**fields) -> dict:
     return body
 
 
-def logprobs(*values) -> dict:
-    return {"token_logprobs": list(values)}
-
-
 def test_another_models_answer_is_no_fault_but_one_that_names_none_passes():
     with pytest.raises(ServerError, match="'another', expected 'policy'"):
         read_answer({**BODY, "model": "another"}, "policy", 50)
@@ -38,8 +34,8 @@ def test_another_models_answer_is_no_fault_but_one_that_names_none_passes():
 
 @pytest.mark.parametrize("body", [
     None, [], {}, {"choices": []}, {"choices": [BODY["choices"][0]] * 2}, {"error": "out of memory"},
-    changed(token_ids=None), changed(token_ids=[], logprobs=logprobs()), changed(token_ids=[7, 50, 1]),
-    changed(logprobs=logprobs(-0.1, math.nan, -0.2)), changed(logprobs=logprobs(-0.1, -math.inf, -0.2)),
+    changed(token_ids=None), changed(token_ids=[], logprobs={"token_logprobs": []}), changed(token_ids=[7, 50, 1]),
+    *(changed(logprobs={"token_logprobs": [-0.1, number, -0.2]}) for number in (math.nan, -math.inf)),
     changed(finish_reason="abort"), changed(finish_reason=None),
 ])  # fmt: skip
 def test_an_answer_of_another_kind_of_server_or_of_an_aborted_request_is_a_fault(body: object):
@@ -80,27 +76,16 @@ def test_a_request_has_its_prompt_seed_sampling_limit_and_its_only_ends(api):
     assert "stop" not in greedy and (greedy["top_p"], greedy["max_tokens"]) == (1.0, 2)
 
 
-# What we rely on of TensorRT-LLM, which cannot run here, as its sources have it: an upgrade of the pin needs another
-# look at them.
-ROOT = Path(__file__).parents[3]
-DOCKERFILE = (ROOT / "Dockerfile").read_text()
-
-HAS = json.loads((ROOT / "tests" / "data" / "tensorrt_llm.json").read_text())
-
-
-def test_trtllm_gets_options_and_fields_that_the_pinned_release_has():
-    assert f"ARG TRTLLM_VERSION={HAS['version']}\n" in DOCKERFILE
-    assert f"tensorrt_llm=={HAS['version']} " in TRTLLM.install
+def test_trtllm_gets_options_and_fields_that_the_pinned_release_has_and_its_answers_have_what_is_read():
+    """TensorRT-LLM cannot run here: the file has what its sources have. An upgrade of the pin needs another look."""
+    root = Path(__file__).parents[3]
+    has = json.loads((root / "tests" / "data" / "tensorrt_llm.json").read_text())
+    assert f"ARG TRTLLM_VERSION={has['version']}\n" in (root / "Dockerfile").read_text()
+    assert f"tensorrt_llm=={has['version']} " in TRTLLM.install
     api = TRTLLM(ServersConfig(), "bfloat16", Path("log"), gpus=(0,), max_length=64)
     options = [part[2:] for part in api.command(Path("/model"), 8000) if part.startswith("--")]
-    assert set(options) == set(HAS["options"])
+    assert set(options) == set(has["options"])
     request, sampling = GenerationRequest("1", 0, (5, 6), seed=7), SamplingParams(1.0, 1.0, 8, stop=("x",))
-    assert completion_body(TRTLLM, "model", request, sampling, [2]).keys() == set(HAS["request_fields"])
-
-
-def test_an_answer_with_the_fields_that_trtllm_has_is_read():
-    logprobs = dict.fromkeys(HAS["logprobs_fields"], []) | {"token_logprobs": [-0.5, -1.0]}
-    said = {"index": 0, "text": "", "token_ids": [7, 2], "logprobs": logprobs, "finish_reason": "stop"}
-    choice = dict.fromkeys(HAS["choice_fields"]) | said
-    assert choice.keys() == set(HAS["choice_fields"]) and logprobs.keys() == set(HAS["logprobs_fields"])
-    assert read_answer({"model": "policy", "choices": [choice]}, "policy", 10) == ((7, 2), (-0.5, -1.0), "stop")
+    assert completion_body(TRTLLM, "model", request, sampling, [2]).keys() == set(has["request_fields"])
+    [choice] = BODY["choices"]  # which the engine reads
+    assert choice.keys() <= {*has["choice_fields"]} and choice["logprobs"].keys() <= {*has["logprobs_fields"]}

@@ -1,7 +1,6 @@
 """Every request is answered once, whatever the servers do meanwhile."""
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Sequence
@@ -109,9 +108,8 @@ def test_faults_in_a_fifth_of_the_answers_change_no_sample(start):
 
 
 @pytest.mark.parametrize(("state", "attempts", "named"), [
-    *((state, 4, "generation.servers.attempts.*server 0")
-      for state in ({"status": 500}, {"status": 429}, {"answer": {"choices": []}})),
-    *(({"status": status}, 1, f"server 0 .*status {status}") for status in (400, 404, 422))])
+    *((state, 4, "generation.servers.attempts.*server 0") for state in ({"status": 429}, {"answer": {"choices": []}})),
+    ({"status": 404}, 1, "server 0 .*status 404")])
 def test_a_request_that_fails_is_given_up_after_its_attempts_and_a_refused_one_at_once(start, state, attempts, named):
     replicas = start(state)
     with pytest.raises(PartlyGenerated, match=named):
@@ -120,31 +118,24 @@ def test_a_request_that_fails_is_given_up_after_its_attempts_and_a_refused_one_a
 
 
 class Kept:
-    """Arrivals that are asked to stop once they have so many responses and ``seconds`` are over."""
+    """Arrivals that are asked to stop once they have so many responses."""
 
-    def __init__(self, number: int = 10**6, seconds: float = 0.0) -> None:
-        self.rollouts: list[Rollout] = []
-        self.number, self.until = number, time.monotonic() + seconds
+    def __init__(self, number: int = 10**6) -> None:
+        self.rollouts, self.number = [], number
 
     def add(self, rollouts) -> None:
         self.rollouts += rollouts
 
     def stop_if_asked(self) -> None:
-        if len(self.rollouts) >= self.number and time.monotonic() > self.until:
+        if len(self.rollouts) >= self.number:
             raise RunStopped("asked")
 
 
-def test_a_generation_that_is_asked_to_stop_ends_soon(start):
-    begun = time.monotonic()
-    with pytest.raises(RunStopped):
-        engine(start({"hang": True})).generate(requests(20), SAMPLING, Kept(0, seconds=0.5))
-    assert time.monotonic() - begun < 60  # a request may take longer
-
-
-def test_responses_are_handed_over_while_others_are_generated_once_the_weights_are_checked(start, monkeypatch):
+def test_responses_are_handed_over_before_a_stop_and_while_others_are_generated_once_weights_are_checked(
+        start, monkeypatch):
     monkeypatch.setattr(dispatch, "HAND_OVER_EVERY_S", 0.05)
     replicas, kept = start({"slow_s": 0.0}, {"hang": True}), Kept(4)
-    with pytest.raises(RunStopped):
+    with pytest.raises(RunStopped):  # long before the requests that hang would end
         engine(replicas, max_in_flight=4).generate(requests(8), SAMPLING, kept)
     assert_answers(sorted(kept.rollouts, key=lambda one: one.seed),
                    [one for one in requests(8) if one.seed in {rollout.seed for rollout in kept.rollouts}])
@@ -200,12 +191,10 @@ def test_a_server_that_cannot_have_the_weights_again_is_stopped_and_the_others_a
     assert replicas[0].has_ended and replicas[0].starts == 2
 
 
-def test_a_server_that_dies_before_any_answer_is_retired_with_its_reason(start, caplog):
+def test_a_server_that_dies_before_any_answer_is_retired_with_its_reason(start):
     replicas = start({"die_after": 0})
-    with caplog.at_level(logging.ERROR), pytest.raises(PartlyGenerated) as gave_up:
+    with pytest.raises(PartlyGenerated, match="(?s)0 of 5.*no server is left: server 0.*process has ended"):
         engine(replicas).generate(requests(5), SAMPLING)
-    message = str(gave_up.value)
-    assert all(part in message for part in ("0 of 5", "no server is left: server 0", "process has ended"))
     assert replicas[0].starts == 4
 
 
@@ -226,17 +215,13 @@ def test_the_error_of_the_last_server_carries_the_responses_so_far(start):
     assert_answers(gave_up.value.responses, [request for request in requests(30) if request.seed in seeds])
 
 
-def answering(*ids: int) -> dict:
-    """A state in which every completion is this one, ended by a stop token or, as it claims, a stop string."""
-    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
-    return {"answer": {"choices": [choice]}}
-
-
 @pytest.mark.parametrize(("ids", "kept", "stop"), [
     ((3, 34, 57, 8, STOP), (3, 34, 57), "4 5"), ((3, 34, STOP), (3, 34, STOP), None)])  # fmt: skip
 def test_a_response_ends_at_a_stop_string_that_the_server_did_not_see(start, ids: tuple, kept: tuple, stop: str | None):
     """As from a server that knows stop strings as token ids only. The engine decodes ids as "12 34"."""
-    [rollout] = engine(start(answering(*ids))).generate(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "finish_reason": "stop"}
+    servers = engine(start({"answer": {"choices": [choice]}}))
+    [rollout] = servers.generate(requests(1), SamplingParams(1.0, 1.0, 8, stop=("4 5",)))
     assert (tuple(rollout.response_ids), rollout.stop, rollout.finished) == (kept, stop, stop is None)
     assert rollout.text == ("3 34" if stop is None else "3 34 57")
     assert [*rollout.response_logprobs] == [-0.5] * len(kept)
