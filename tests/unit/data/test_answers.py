@@ -39,9 +39,8 @@ def test_canonical_numbers_keep_the_value_and_are_the_same_exactly_if_they_are_e
     ("#### 2\n#### 2", "2", False), ("#### 12\n#### twelve", None, False), ("1 + 1 = 2\n#### two", None, False),
     ("the answer is 12", None, False), ("the answer is #### 12", None, False), ("", None, False),
 ])
-def test_final_answer_is_the_number_of_the_last_marker_line_and_well_formed_if_it_is_the_only_one_at_the_end(
-    text, answer, well_formed
-):
+def test_final_answer_is_the_number_of_the_last_marker_line_and_well_formed_if_the_only_one_at_the_end(
+        text, answer, well_formed):
     assert (final_answer(text), is_well_formed(text)) == (answer, well_formed)
 
 
@@ -49,29 +48,20 @@ BOXED, FINAL, SO, FLEXIBLE = map(answer_format, ("boxed", "final_answer_is", "so
 
 
 @pytest.mark.parametrize(("form", "text", "answer"), [
-    (BOXED, r"so $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
     (BOXED, r"\boxed{1}, no, \boxed{\sqrt{\frac{a}{b}} + \{1\}}", r"\sqrt{\frac{a}{b}} + \{1\}"),
-    (BOXED, r"\boxed{\text{a \} b}}", r"\text{a \} b}"),
-    (BOXED, r"\boxed{ 3", None),
+    (BOXED, r"\boxed{\text{a \} b}}", r"\text{a \} b}"), (BOXED, r"\boxed{ 3", None),
     (BOXED, r"either \boxed{3} or $x=\boxed{4}$", "3, 4"),
-    (BOXED, r"\(x_1 = \boxed{3}\) \text{ and } \(x_2=\boxed{4}\)", "3, 4"),
     (BOXED, r"$\boxed{3}$;\quad **$\boxed{4}$**, or~$A=\boxed{5}$", "3, 4, 5"),
     (BOXED, r"\boxed{3}. No: \boxed{4}", "4"),
-    (BOXED, r"\boxed{3}\quada \boxed{4}", "4"),
     (BOXED, "\\boxed{1\u2009234\u00a0cm}", "1234 cm"),
-    (BOXED, r"$\boxed{\$5.50}$", r"\$5.50"),
-    (FLEXIBLE, "#### 5\nor 6", "5"),
-    (FLEXIBLE, r"It is \boxed{\frac{1}{2}}, or 0.5", r"\frac{1}{2}"),
+    (FLEXIBLE, "#### 5\nor 6", "5"), (FLEXIBLE, r"It is \boxed{\frac{1}{2}}, or 0.5", r"\frac{1}{2}"),
     (FLEXIBLE, "The answer is **42** apples. There are 7 left.", "42 apples"),
     (FLEXIBLE, "5 - 3 leaves $1,234.50 in 2 days", "2"),
     (FLEXIBLE, "It costs \u20131\u202f234\u00a0euros", "-1234"),
-    (FLEXIBLE, r"In 2020 100 people paid $1{,}234$", "1234"),
-    (FLEXIBLE, "In 2020 100 people", "100"),
-    (FLEXIBLE, "no number", None),
+    (FLEXIBLE, r"In 2020 100 people paid $1{,}234$", "1234"), (FLEXIBLE, "no number", None),
     (FINAL, "The final answer is: $5.25$. I hope it is right.", "5.25"),
     (FINAL, "The final answer is $\\boxed{(1,2)}$, as was asked.", "(1,2)"),
-    (FINAL, "The final answer is 3? No. The final answer is 4", "4"),
-    (FINAL, "**The final answer is** **12**", "12"),
+    (FINAL, "**The final answer is** 3? No. **The final answer is** **4**", "4"),
     (SO, "5. So the answer is 32.", "32"),
     (answer_format("pattern", r"<a>(.*?)</a>"), "<a>1</a> <a> $2$ </a>", "2"),
     (answer_format("pattern", r"(x)=(?P<answer>\d)"), "x=3", "3"),
@@ -81,12 +71,9 @@ def test_the_answer_is_in_the_last_closed_box_or_after_the_last_phrase_or_the_la
 
 
 @pytest.mark.parametrize(("form", "text", "good"), [
-    (BOXED, "Think.\nSo \\boxed{5}.", True),
-    (BOXED, r"\boxed{5} or \boxed{5}", False),
-    (BOXED, "\\boxed{5}\nbut then\nmore", False),
+    (BOXED, "Think.\nSo \\boxed{5}.", True), (BOXED, r"\boxed{5} or \boxed{5}", False),
     (FINAL, "The final answer is $5$.\nOr maybe\nnot", False),
-    (FLEXIBLE, "The answer is 5.", True),
-    (FLEXIBLE, "It is 5.", False),
+    (FLEXIBLE, "The answer is 5.", True), (FLEXIBLE, "It is 5.", False),
 ])
 def test_well_formed_is_one_answer_on_the_last_line(form, text, good):
     assert form.is_well_formed(text) is good
@@ -95,7 +82,6 @@ def test_well_formed_is_one_answer_on_the_last_line(form, text, good):
 HOSTILE = {
     "open boxes": "\\boxed{" * 140_000, "closed boxes": r"\boxed{1}" * 110_000, "braces": "{" * 1_000_000,
     "nested": "\\boxed{" * 70_000 + "}" * 70_000, "phrases": "the final answer is " * 50_000,
-    "phrase and digits": "The final answer is " + "9" * 1_000_000, "backslashes": "\\" * 1_000_000,
     "hashes": "####" + "9" * 1_000_000, "words": "#### 5" + " apples" * 140_000, "dots": "1." * 500_000,
     "spaces": "The final answer is" + " " * 1_000_000, "dollars": r"\boxed{" + "$" * 1_000_000 + "}",
     "gap": r"\boxed{1}" + " " * 500_000 + "," + " " * 500_000 + r"\boxed{2}", "name": r"\boxed{1},x_" + "1" * 1_000_000,

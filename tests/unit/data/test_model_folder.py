@@ -19,7 +19,6 @@ TWO = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e
 CASES = [
     ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, {"rope_theta": 1e6}),
     ("llama", {"rope_parameters": YARN}, {"rope_theta": 5e5, "rope_scaling": {**YARN, "rope_theta": None}}),
-    ("nemotron", {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5}),
     ("gemma3_text", {"rope_parameters": TWO}, {"rope_theta": 1e6, "rope_local_base_freq": 1e4,
                                                "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("qwen3_moe", {"num_experts": 6}, {"num_experts": 6, "num_local_experts": 6}),

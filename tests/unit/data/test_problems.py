@@ -8,52 +8,39 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from datasets import Dataset, DatasetDict
 
 from nemo_edo.config import Columns, DataConfig
-from nemo_edo.config.compose import ConfigError, compose_run
 from nemo_edo.data.problems import MADE, ProblemFileError, load_problems, made_problems, write_problems
 from nemo_edo.errors import UserError
 from nemo_edo.types import Problem
 
-ROBE = {
-    "question": "A robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in total?",
-    "answer": "It takes 2/2=<<2/2=1>>1 bolt of white fiber\nSo the total is 2+1=<<2+1=3>>3 bolts\n#### 3",
-}
-HOUSE = {
-    "question": "Josh’s house costs $80,000 {sic}. What is his profit?",
-    "answer": "So he made 200,000-130,000=$<<200000-130000=70000>>70,000\n#### 70,000",
-}
 
-
-def write_lines(folder: Path, *lines: object) -> Path:
-    """A file of the given lines: dicts as JSON, texts and bytes as they are."""
+def write_lines(folder: Path, *lines: str | bytes) -> Path:
     path = folder / "train.jsonl"
-    encoded = [line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
-               for line in lines]
-    path.write_bytes(b"\n".join(encoded) + b"\n")
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else line.encode() for line in lines) + b"\n")
     return path
 
 
-def row(question: str, answer: str = "#### 1") -> dict[str, str]:
-    return {"question": question, "answer": answer}
+def row(question: str, answer: str = "#### 1") -> str:
+    return json.dumps({"question": question, "answer": answer}, ensure_ascii=False)
 
 
 def test_gsm8k_rows_load_without_annotations_and_with_canonical_answers(tmp_path):
-    path = write_lines(tmp_path, ROBE, HOUSE)
+    question = "Josh’s house costs $80,000 {sic}. What is his profit?"
+    solution = "In 2/2=<<2/2=1>>1 year\nmade 200,000-130,000=$<<200000-130000=70000>>70,000\n#### 70,000"
+    path = write_lines(tmp_path, row(question, solution))
     assert load_problems(path, DataConfig()).problems == [
-        Problem("train-1", ROBE["question"], "It takes 2/2=1 bolt of white fiber\nSo the total is 2+1=3 bolts\n#### 3",
-                "3", f"{path}:1"),
-        Problem("train-2", HOUSE["question"], "So he made 200,000-130,000=$70,000\n#### 70,000", "70000", f"{path}:2")]
+        Problem("train-1", question, "In 2/2=1 year\nmade 200,000-130,000=$70,000\n#### 70,000", "70000", f"{path}:1")]
 
 
-ROW_A, ROW_B = (json.dumps({"question": text, "answer": "#### 1"}).encode() for text in "ab")
 SEPARATORS = "one\u2028two\x85three"
 
 
 @pytest.mark.parametrize(("lines", "questions"), [
-    (["", ROW_A, "  \t", ROW_B, ""], {"train-2": "a", "train-4": "b"}),
-    ([b"\xef\xbb\xbf" + ROW_A + b"\r\n" + ROW_B + b"\r\n"], {"train-1": "a", "train-2": "b"}),
-    ([json.dumps(row(SEPARATORS), ensure_ascii=False)], {"train-1": SEPARATORS}),
+    (["", row("a"), "  \t", row("b"), ""], {"train-2": "a", "train-4": "b"}),
+    ([f"\ufeff{row('a')}\r\n{row('b')}\r\n"], {"train-1": "a", "train-2": "b"}),
+    ([row(SEPARATORS)], {"train-1": SEPARATORS}),
 ], ids=["blank lines count", "byte-order mark and carriage returns", "Unicode line separators in a text"])
 def test_lines_end_at_line_feeds_alone(tmp_path, lines, questions):
     problems = load_problems(write_lines(tmp_path, *lines), DataConfig()).problems
@@ -62,8 +49,6 @@ def test_lines_end_at_line_feeds_alone(tmp_path, lines, questions):
 
 BAD_LINES = {
     '{"question": "a", "answer"': "is not valid JSON (Expecting ':' delimiter at column 27)",
-    "[" * 100_000: "is not valid JSON",
-    '{"question": ' + "9" * 5000 + "}": "is not valid JSON",
     '{"question": "a"}': 'has no "answer" (its columns: question)',
     '{"question": "a", "answer": "#### 1", "of": [{"a": 1, "a": 1}]}': 'has the key "a" twice',
     '{"question": 3, "answer": "#### 1"}': '"question" is 3 (int), expected a text',
@@ -119,8 +104,6 @@ def write(path: Path, rows: list[dict]) -> Path:
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        from datasets import Dataset
-
         Dataset.from_list(rows).save_to_disk(path)
     return path
 
@@ -144,13 +127,10 @@ def test_files_and_saved_data_sets_give_the_same_problems_with_named_columns_and
      'has no column "problem" (data.columns.question); did you mean problems? (its columns: problems, gold)'),
     ([{"prompt": "x"}], Columns(answer="prompt"), 'has no column "question" (its columns: prompt); other columns are'),
     ([{"problem": "x", "gold": None}], NAMED, '"gold" is null, expected a text or a whole number'),
-    ([{"problem": ["x"], "gold": "2"}], NAMED, '"problem[0]" is \'x\' (str), expected a message'),
-    ([{"problem": [{"role": "user", "content": "x", "tool_calls": [1]}], "gold": "2"}], NAMED, '"problem[0]" is '),
     ([{"problem": [{"role": "user", "content": [{"type": "image"}]}], "gold": "2"}], NAMED,
      '"problem[0].content[0]" is'),
     ([{"problem": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], "gold": "2"}], NAMED,
      "\"problem\" ends with a message of the role 'assistant'"),
-    ([{"problem": b"x", "gold": "2"}], NAMED, '"problem" is b\'x\' (bytes), expected a text'),
     ([{"problem": "x", "id": "a"}, {"problem": "y", "id": "a"}], Columns(question="problem", id="id"),
      "has the id odd-a, as {path}:row 1 has"),
 ])  # fmt: skip
@@ -173,42 +153,18 @@ def test_a_column_that_nobody_named_refuses_no_file_and_a_whole_number_may_be_a_
 
 
 def test_a_list_is_one_problem_in_each_row_and_one_that_is_cut_is_not_valid_json(tmp_path: Path):
-    path = tmp_path / "list.json"
-    path.write_text(json.dumps([ROWS[0], {}, ROWS[1]]))
+    path, (first, last) = tmp_path / "list.json", map(json.dumps, ROWS)
+    path.write_text(f'[{first}, {{}} ,\n{{"problem": "y", "gold": "3", "gold": "4"}}, {last}]')
     loaded = load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
-    assert [problem.id for problem in loaded.problems] == ["list-1", "list-3"]
+    assert [problem.id for problem in loaded.problems] == ["list-1", "list-4"]
     assert loaded.skipped[0].startswith(f"{path}:row 2: ")
+    assert loaded.skipped[1].startswith(f'{path}:row 3: has the key "gold" twice; keep one of the two')
     path.write_text(path.read_text()[:-5])
     with pytest.raises(UserError, match="list.json: is not valid JSON"):
         load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
 
 
-TWICE = '{"problem": "y", "gold": "3", "gold": "4"}'
-
-
-@pytest.mark.parametrize("name", ["odd.json", "odd.jsonl"])
-def test_a_row_with_a_key_twice_is_one_bad_row_of_a_list_as_of_lines(tmp_path: Path, name: str):
-    path, place = tmp_path / name, "row 2" if name.endswith("json") else "2"
-    rows = [json.dumps(ROWS[0]), TWICE, json.dumps(ROWS[1])]
-    path.write_text("[" + " ,\n".join(rows) + " ]\n" if name.endswith("json") else "\n".join(rows))
-    with pytest.raises(UserError) as told:
-        load_problems(path, DataConfig(columns=NAMED))
-    assert f'{path}:{place}: has the key "gold" twice; keep one of the two' in str(told.value)
-    loaded = load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
-    assert [problem.id for problem in loaded.problems] == ["odd-1", "odd-3"] and len(loaded.skipped) == 1
-
-
-@pytest.mark.parametrize("after", ["", ",", ", {", "] x", " 3]"])
-def test_a_list_that_is_cut_after_a_row_with_a_key_twice_is_not_valid_json(tmp_path: Path, after: str):
-    path = tmp_path / "cut.json"
-    path.write_text(f"[{TWICE}{after}")
-    with pytest.raises(UserError, match="cut.json: is not valid JSON"):
-        load_problems(path, DataConfig(columns=NAMED, on_bad_rows="skip"))
-
-
 def test_a_data_set_with_splits_asks_for_one(tmp_path: Path):
-    from datasets import Dataset, DatasetDict
-
     DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
     with pytest.raises(UserError, match="has the splits train, test; name one, such as .*/both/train"):
         load_problems(tmp_path / "both", DataConfig(columns=NAMED))
@@ -247,7 +203,6 @@ def test_a_functions_problems_are_kept_and_read_back_with_their_metadata(tmp_pat
     ("my_data:make", {}, "data.source_args do not fit data.source (my_data:make): missing a required argument: 'size'"),
     ("my_data:make", {"size": 1, "siz": 2}, "got an unexpected keyword argument 'siz'; it is my_data:make(size, *,"),
     ("my_data:make", {"size": 1, "fails": True}, "data.source (my_data:make) raised OSError: no network (/"),
-    ("my_data:make", {"size": 0}, "(my_data:make) train: has no rows"),
     ("my_data:rows", {}, 'returned list, expected {"train": problems, "test": problems}'),
     ("my_data:odd", {}, 'my_data:odd test 2: has no column "question"; did you mean quest?'),
     ("my_data:same", {}, "gave train and test problems the same id, such as a"),
@@ -259,15 +214,3 @@ def test_a_source_that_fails_is_told_with_its_setting(tmp_path: Path, monkeypatc
     with pytest.raises(UserError) as refused:
         made_problems(path, arguments, Columns())
     assert "data.source" in str(refused.value) and message in str(refused.value)
-
-
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["data.source=my_data"], "data.source is 'my_data', expected null or an import path"),
-    (["data.source=a:b", "data.test=x.jsonl"], "data.test is 'x.jsonl', expected null with data.source"),
-    (["data.source_args.size=3"], "expected none without data.source"),
-    (["data=reasoning_gym"], "a value is needed for data.source_args.name"),
-])  # fmt: skip
-def test_settings_of_data_that_do_not_fit_are_refused(overrides, message):
-    with pytest.raises(ConfigError) as refused:
-        compose_run("quickstart", overrides)
-    assert message in str(refused.value)

@@ -12,17 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from nemo_edo.builtin_task.model import write_tokenizer
 from nemo_edo.config import ArithmeticConfig, Columns, DataConfig
 from nemo_edo.config.compose import compose_run
+from nemo_edo.data import prompts
 from nemo_edo.data.chat import question_of
 from nemo_edo.data.problems import named_problem
-from nemo_edo.data.prompts import (
-    PromptStyle,
-    check_rows,
-    encode_prompts,
-    encode_solutions,
-    left_out_tokens,
-    prompt_style,
-    warnings_of,
-)
+from nemo_edo.data.prompts import PromptStyle, encode_prompts, encode_solutions, prompt_style
 from nemo_edo.data.rows import Row, RowError
 from nemo_edo.data.tokenizer import Decoder, load_tokenizer
 from nemo_edo.errors import UserError
@@ -82,33 +75,24 @@ def test_a_prompt_is_what_transformers_makes_of_the_template(tmp_path, name, que
     chat = [{"role": "user", "content": question}, {"role": "assistant", "content": "Which?"},
             {"role": "user", "content": "These."}]  # fmt: skip
     for messages in (chat[:1], chat):
-        of_transformers = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False, strftime_now=DAY.strftime
-        )
         one = problem(question) if messages == chat[:1] else problem(messages=tuple(chat))
-        assert prompt(tokenizer, one) == of_transformers
+        assert prompt(tokenizer, one) == tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, strftime_now=DAY.strftime)
 
 
 def test_a_system_message_that_a_template_writes_into_the_last_question_alone_is_asked(tmp_path):
     """Mistral 0.3's, which drops it where a reply follows: that the model's turn has begun shows in the end alone."""
-    tokenizer = make(tmp_path, (
-        "{{ bos_token }}{% set first = messages[0] %}{% for m in messages if m.role != 'system' %}"
-        "{% if m.role == 'user' %}[INST] {% if loop.last and first.role == 'system' %}{{ first.content }}\n\n"
-        "{% endif %}{{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-    ))  # fmt: skip
+    system = "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    template = MISTRAL.replace("{{ raise_exception('no system message') }}", "").replace("[INST] ", f"[INST] {system}")
+    tokenizer = make(tmp_path, template)
     ids = prompt(tokenizer, problem("Hi"), system_prompt="Be brief.")
-    assert tokenizer.decode(ids) == "<s>[INST] Be brief.\n\nHi[/INST]"
+    assert tokenizer.decode(ids) == "<s>[INST] Be brief.\n\nHi [/INST]"
 
 
 def test_a_turn_may_begin_with_a_token_that_ends_responses(tmp_path):
-    """Phi-3-mini's template, whose generation config names <|assistant|> among the end tokens."""
-    make(tmp_path, (
-        "{% for message in messages %}{% if message['role'] == 'system' %}{{'<|system|>\n' + message['content'] + "
-        "'<|end|>\n'}}{% elif message['role'] == 'user' %}{{'<|user|>\n' + message['content'] + '<|end|>\n'}}"
-        "{% elif message['role'] == 'assistant' %}{{'<|assistant|>\n' + message['content'] + '<|end|>\n'}}{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-    )).save_pretrained(tmp_path)  # fmt: skip
-    tokenizer = load_tokenizer(tmp_path)
+    """As Phi-3-mini's template has it, whose generation config names <|assistant|> among the end tokens."""
+    turn = "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+    tokenizer = make(tmp_path, "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}" + turn)
     tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True, rstrip=True) for name in ("assistant", "end")])
     style = prompt_style(DataConfig(prompt="{question}"), tokenizer, DAY)
     ends = tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
@@ -116,7 +100,7 @@ def test_a_turn_may_begin_with_a_token_that_ends_responses(tmp_path):
     for asked in (problem("Hi"), problem(messages=turns)):
         [ids] = encode_prompts([asked], tokenizer, style, max_prompt_tokens=None, ends=ends).values()
         assert ids[-1] == ends[0]
-    without = replace(style.chat, text=style.chat.text.replace("'<|assistant|>\n' }}{% else", "''}}{% else"))
+    without = replace(style.chat, text=style.chat.text.replace("<|assistant|>\n{% else", "{% else"))
     with pytest.raises(UserError, match=r"ends with <\|end\|>"):
         encode_prompts([problem("Hi")], tokenizer, replace(style, chat=without), max_prompt_tokens=None, ends=ends)
 
@@ -134,28 +118,21 @@ def test_markup_in_a_question_and_in_a_solution_stays_text(tmp_path, template):
     ids, clean = (prompt(tokenizer, problem(f"a  {text} b")) for text in (MARKUP, "x"))
     assert tokenizer.decode(ids) == tokenizer.decode(clean).replace("a  x b", f"a  {MARKUP} b")
     known = tokenizer.added_tokens_encoder
-    names = set(known) if template == LLAMA else set(known) - {"<|user|>"}  # a token of this template alone
-    assert [one for one in ids if one in {known[name] for name in names}] == [
-        one for one in clean if one in {known[name] for name in names}]  # fmt: skip
+    markup = {known[name] for name in known if name != "<|user|>" or template == LLAMA}  # a token of this one alone
+    assert [one for one in ids if one in markup] == [one for one in clean if one in markup]
     style = prompt_style(DataConfig(prompt="{question}"), tokenizer)
     [(_, solution)] = encode_solutions([replace(problem(), solution=MARKUP)], tokenizer, style, None)
-    assert tokenizer.decode(solution) == f"{MARKUP}</s>" and solution.count(1) == 1
-    assert list(solution[:-1]) == [
-        *tokenizer.encode(MARKUP.split("<|user|>")[0], add_special_tokens=False, split_special_tokens=True),
-        known["<|user|>"],
-        *tokenizer.encode(" </s> <s>", add_special_tokens=False, split_special_tokens=True),
-    ]
+    assert tokenizer.decode(solution) == f"{MARKUP}</s>"
+    assert [one for one in solution if one in known.values()] == [known["<|user|>"], known["</s>"]]
 
 
 @pytest.mark.parametrize(("template", "message"), [
     (CHATML.split("{% if add")[0], "does not begin the model's turn"),
     ("{{ raise_exception('say please') }}", "say please"), (CHATML + "{% if %}", "syntax error in line 5"),
-    ("{% include 'x.jinja' %}", r"includes another file \(x.jinja\)"), ("{{ messages[3].content }}", "no element 3"),
     ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "CPU time"),
     ("{{ 'a' * 10 ** 10 }}", "MiB"), (CHATML.replace("m.content | trim", "'hi'"), "leaves out 'How many apples"),
-    ("{{ lipsum(n=1) }}" + CHATML, "draws at random"), (CHATML + "\U00100001", "private character"),
-    (CHATML + "</s>", "ends with </s>"), ("<s><s>" + CHATML, "begins with two <s>"),
-    ({"rag": CHATML, "tool_use": CHATML}, "tool_use, rag"),
+    ("{{ lipsum(n=1) }}" + CHATML, "draws at random"), (CHATML + "</s>", "ends with </s>"),
+    ("<s><s>" + CHATML, "begins with two <s>"), ({"rag": CHATML, "tool_use": CHATML}, "tool_use, rag"),
 ])  # fmt: skip
 def test_a_template_that_fails_is_one_message_that_names_it(tmp_path, monkeypatch, template, message):
     monkeypatch.setattr("nemo_edo.data.chat.SECONDS", 1)
@@ -225,14 +202,13 @@ def test_kept_special_tokens_are_words_and_others_that_an_answer_needs_are_warne
     tokenizer = make(tmp_path, CHATML)
     answer = [*tokenizer.convert_tokens_to_ids(["<answer>", "1", "</answer>", "<|im_end|>"])]
     style = prompt_style(DataConfig(prompt="{question}"), tokenizer)
-    [said] = warnings_of({}, tokenizer, style, "<answer>(.*)</answer>", {3})
+    [said] = prompts.warnings_of({}, tokenizer, style, "<answer>(.*)</answer>", {3})
     assert "data.keep_special_tokens=['<answer>','</answer>']" in said
-    assert left_out_tokens(tokenizer, style) is None
-    style = prompt_style(
-        DataConfig(prompt="{question} <answer>", keep_special_tokens=["<answer>", "</answer>"]), tokenizer
-    )
-    left_out = left_out_tokens(tokenizer, style)
-    assert warnings_of({}, tokenizer, style, "<answer>", {3}) == []
+    assert prompts.left_out_tokens(tokenizer, style) is None
+    kept = DataConfig(prompt="{question} <answer>", keep_special_tokens=["<answer>", "</answer>"])
+    style = prompt_style(kept, tokenizer)
+    left_out = prompts.left_out_tokens(tokenizer, style)
+    assert prompts.warnings_of({}, tokenizer, style, "<answer>", {3}) == []
     assert Decoder(tokenizer, frozenset({3}), left_out)([2, *answer]) == "<answer>1</answer>"
     assert Decoder(tokenizer, frozenset({3}))(answer) == "1"
     assert encode_prompts([problem()], tokenizer, style, max_prompt_tokens=None)["t-1"].count(answer[0]) == 1
@@ -242,9 +218,9 @@ def test_a_token_without_a_row_is_refused_with_both_sizes(tmp_path):
     tokenizer = make(tmp_path)
     rows = tokenizer.convert_tokens_to_ids("<|user|>")
     for fields in ({"vocab_size": rows}, {"text_config": {"vocab_size": rows}}):
-        check_rows([(rows - 1,), ()], [1], tokenizer, fields, tmp_path)
+        prompts.check_rows([(rows - 1,), ()], [1], tokenizer, fields, tmp_path)
         with pytest.raises(UserError, match=rf"has {len(tokenizer)} tokens.*vocab_size {rows}, .*<\|user\|>"):
-            check_rows([(5, rows)], [1], tokenizer, fields, tmp_path)
+            prompts.check_rows([(5, rows)], [1], tokenizer, fields, tmp_path)
 
 
 TEMPLATE = PromptStyle("{question}\n")
@@ -262,31 +238,20 @@ def tokenizer(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), ArithmeticConfig())
 
 
-def test_prompts_are_the_encoded_template_by_id_in_which_other_braces_stay(tokenizer, tmp_path):
+def test_a_prompt_is_the_encoded_template_in_which_other_braces_stay(tmp_path):
     other = make(tmp_path)
     ids = prompt(other, problem("x {question} {y}"), "{a} {question} {}{{")
     assert other.decode(ids) == "{a} x {question} {y} {}{{"
-    prompts = encode_prompts([SHORT, LONG], tokenizer, TEMPLATE, max_prompt_tokens=6)
-    assert {name: tokenizer.decode(ids) for name, ids in prompts.items()} == {
-        "train-1": "1 + 2\n", "train-2": "1 + 2 + 3\n"}
 
 
-@pytest.fixture
-def leading(tmp_path):
-    """A tokenizer that puts <pad> in front of a text."""
-    made = write_tokenizer(tmp_path, ArithmeticConfig())
-    pad = ("<pad>", made.pad_token_id)
-    made.backend_tokenizer.post_processor = TemplateProcessing("<pad> $A", special_tokens=[pad])
-    return made
-
-
-def test_special_tokens_of_the_tokenizer_lead_the_prompt_but_not_the_response(leading):
-    prompt = encode_prompts([SHORT], leading, TEMPLATE, max_prompt_tokens=9)["train-1"]
-    [(again, response)] = encode_solutions([SHORT], leading, TEMPLATE, 99)
-    assert prompt == again and prompt[0] == leading.pad_token_id not in response
+def test_special_tokens_of_the_tokenizer_lead_the_prompt_but_not_the_response(tmp_path):
+    leading = make(tmp_path, after="<s> $A")
+    [(ids, response)] = encode_solutions([SHORT], leading, TEMPLATE, 99)
+    assert prompt(leading, SHORT, TEMPLATE.template) == [*ids] and ids[0] == leading.bos_token_id not in response
 
 
 def test_too_long_prompts_name_the_longest_row_the_limit_and_the_keys(tokenizer):
+    assert [*encode_prompts([SHORT, LONG], tokenizer, TEMPLATE, max_prompt_tokens=6)] == ["train-1", "train-2"]
     with pytest.raises(ValueError, match=r"^data/train.jsonl:3: the prompt has 8 tokens, more than the 5 ") as error:
         encode_prompts([SHORT, LONGER, LONG], tokenizer, TEMPLATE, max_prompt_tokens=5)
     for part in ("model.seq_length", "sampling.max_new_tokens", "2 of 3 rows"):
@@ -313,10 +278,10 @@ def test_unknown_text_names_its_row_and_a_tokenizer_without_an_end_token_is_an_e
         encode_solutions([SHORT], endless, TEMPLATE, 99)
 
 
-def test_chat_template_is_used_where_there_is_one_asked_for_or_never(leading, tokenizer):
-    leading.chat_template = template = "<eos>{% for m in messages %}{{ m['content'] }} + {% endfor %}"
-    found = [prompt_style(DataConfig(chat_template=asked), leading).chat for asked in ("auto", "true", "false")]
-    assert [chat and chat.text for chat in found] == [template, template, None]
+def test_chat_template_is_used_where_there_is_one_asked_for_or_never(tokenizer, tmp_path):
+    chatty = make(tmp_path, CHATML)
+    found = [prompt_style(DataConfig(chat_template=asked), chatty).chat for asked in ("auto", "true", "false")]
+    assert [chat and chat.text for chat in found] == [CHATML, CHATML, None]
     assert not any(prompt_style(DataConfig(chat_template=asked), tokenizer).chat for asked in ("auto", "false"))
     with pytest.raises(UserError, match="data.system_prompt is set"):
         prompt_style(DataConfig(system_prompt="x"), tokenizer)

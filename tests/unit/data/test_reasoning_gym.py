@@ -22,9 +22,10 @@ def score_of(problem: Problem, answer: str | None) -> float:
     return score(question=problem.question, final_answer=answer, metadata=problem.metadata, problem_id=problem.id)
 
 
-@pytest.mark.parametrize("task", ["gsm_symbolic", "chain_sum", "rearc", "word_sorting", "mini_sudoku"])
+@pytest.mark.parametrize("task", ["gsm_symbolic", "rearc", "mini_sudoku"])
 def test_a_tasks_own_solution_scores_1_after_storage_and_another_answer_is_no_success(task: str):
-    made = made_problems(SOURCE, {"name": task, "train_problems": 6, "test_problems": 3}, Columns())
+    arguments = {"name": task, "train_problems": 6, "test_problems": 3}
+    made = made_problems(SOURCE, arguments, Columns())
     extract = answer_format("hashes_text").extract
     problems = [*made["train"], *made["test"]]
     for problem in problems:
@@ -36,7 +37,7 @@ def test_a_tasks_own_solution_scores_1_after_storage_and_another_answer_is_no_su
         assert 0 <= wrong < 1 and not scored(reward=wrong).success
         assert score_of(stored, None) == 0
     assert len({problem.question for problem in problems}) == len({problem.id for problem in problems}) == 9
-    assert made == made_problems(SOURCE, {"name": task, "train_problems": 6, "test_problems": 3}, Columns())
+    assert made == made_problems(SOURCE, arguments, Columns())
 
 
 def test_a_wrong_numbers_reward_is_seen_and_is_no_success():
@@ -45,7 +46,7 @@ def test_a_wrong_numbers_reward_is_seen_and_is_no_success():
     assert "so he works for 6 days/week" in problem.solution  # what a warm-up learns
 
 
-@pytest.mark.parametrize("task", ["prime_factorization", "boxnet", "coin_flip", "game_of_life"])
+@pytest.mark.parametrize("task", ["prime_factorization", "boxnet"])
 def test_an_answer_that_a_task_cannot_read_is_wrong_and_ends_no_run(task: str):
     [problem] = make(task, train_problems=0, test_problems=1)["test"]
     for odd in ("", "139 = 1", "[1, 2", "{}", "[[]]", "nan", "1e999", "\N{SUPERSCRIPT TWO}"):
