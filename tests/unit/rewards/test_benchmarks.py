@@ -13,17 +13,10 @@ from nemo_edo.data.benchmarks import BENCHMARKS
 from nemo_edo.data.problems import LoadedProblems, load_problems, write_problems
 from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer
 
-ROOT = Path(__file__).parents[3]
-SAMPLES = ROOT / "tests/data/benchmarks"
+SAMPLES = Path(__file__).parents[3] / "tests/data/benchmarks"
 FILES = {name: SAMPLES / f"{'s1k_pool' if name == 's1k_eval' else name}.jsonl" for name in BENCHMARKS}
 STATED = {"boxed": r"So it is $\boxed{%s}$.", "final_answer_is": "The final answer is $%s$.",
           "so_the_answer_is": "2. So the answer is %s."}
-
-
-def settings(name: str):
-    choice = {"gsm8k": "gsm8k_paper", "s1k_eval": "s1k"}.get(name, name)
-    needed = ["model.path=/m", "data.train=/a.jsonl", "data.test=/b.jsonl"]
-    return compose_run("grpo_gsm8k", [f"data={choice}", *needed]).data
 
 
 def load(path: Path, name: str, split: str = "train", **changes):
@@ -32,7 +25,9 @@ def load(path: Path, name: str, split: str = "train", **changes):
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_sample_loads_prompts_and_verifies(verifier, name):
-    benchmark, config = BENCHMARKS[name], settings(name)
+    benchmark, choice = BENCHMARKS[name], {"gsm8k": "gsm8k_paper", "s1k_eval": "s1k"}.get(name, name)
+    needed = ["model.path=/m", "data.train=/a.jsonl", "data.test=/b.jsonl"]
+    config = compose_run("grpo_gsm8k", [f"data={choice}", *needed]).data
     assert (config.tested_on if "test" in benchmark.splits else config.benchmark) == name
     assert config.answer_format == benchmark.answers
     problems = [one for one in load(FILES[name], name, split="test").problems if one.answer_kind != "text"]

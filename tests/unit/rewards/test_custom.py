@@ -39,7 +39,7 @@ text, bad_part = on(lambda: "1"), on(lambda: {"score": 1, "style": None})
 bad_vote = on(lambda: {"score": 1, "vote": 2})
 raises, leaves, dies, slow = on(lambda: {}["key"]), on(exit), on(lambda: os._exit(7)), on(lambda: time.sleep(60))
 def too_few(*, responses): return [1.0]
-huge, digits = on(lambda: 1e200), on(lambda: 10**400)
+huge = on(lambda: 1e200)
 def one_bad(*, responses): return [float("nan") if r == "bad" else 1.0 for r in responses]
 
 async def at_once(*, response, answer):
@@ -65,7 +65,6 @@ def compute_scores(data_sources, solution_strs, ground_truths, extra_infos, **kw
 def best(responses): return [float(len(r) == max(map(len, responses))) for r in responses]
 
 def misspelled(*, respons): return 1.0
-not_a_function = 3
 """
 PROBLEMS = [Problem("p-1", "1 + 1", "", "2", "file.jsonl:1", metadata={"weight": 10}),
             Problem("p-2", "2 + 1", "", "3", "file.jsonl:2", metadata={"weight": 100})]
@@ -77,19 +76,14 @@ def scorer(tmp_path: Path, monkeypatch):
     """Makes a scorer of functions of ``my_rewards.py``, a module of the working directory."""
     (tmp_path / "my_rewards.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    processes = []
 
     def make(*paths: str, time_limit_s: float = 30.0, success_at: float = 1.0, weights=(1.0, 1.0)) -> CustomScorer:
         functions = {path: RewardFunctionConfig(f"my_rewards:{path}", weight)
                      for path, weight in zip(paths, weights, strict=False)}
         rewards = RewardsConfig(functions=functions, function_time_limit_s=time_limit_s, success_at=success_at)
-        processes.append(CustomScorer(HASHES_TEXT, rewards, failures=tmp_path / "failures",
-                                      columns={"target": "answer"}))
-        return processes[-1]
+        return CustomScorer(HASHES_TEXT, rewards, failures=tmp_path / "failures", columns={"target": "answer"})
 
-    yield make
-    for process in processes:
-        process.close()
+    return make
 
 
 def rollouts(texts=TEXTS, **fields):
@@ -100,13 +94,10 @@ def rollouts(texts=TEXTS, **fields):
     (["right"], [1], [1, 0, 0, 0], {}),
     (["everything"], [5], [80, 80, 530, 530], {"length": 6}),  # 5 x (5 + 1 + 10)
     (["parts"], [2], [2.5] * 4, {"style": 0.25, "finished": 1}),  # their sum
-    (["batch"], [1], [60, 60, 300, 800], {}),
+    (["batch"], [1], [60, 60, 300, 800], {}), (["all_at_once"], [1], [4] * 4, {}), (["trl"], [1], [10, 0, 0, 100], {}),
     (["right", "everything"], [2, 0.5], [10, 8, 53, 53], {"right": 1, "everything": 16, "everything.length": 6}),
-    (["all_at_once"], [1], [4] * 4, {}),
-    (["trl"], [1], [10, 0, 0, 100], {}),
     (["trl_columns"], [1], [15, 15, 105, 105], {}),
-    (["compute_score"], [1], [1, 0, 0, 1], {"weight": 10}),
-    (["compute_scores"], [1], [1, 0, 0, 1], {}),
+    (["compute_score"], [1], [1, 0, 0, 1], {"weight": 10}), (["compute_scores"], [1], [1, 0, 0, 1], {}),
 ])  # fmt: skip
 def test_the_reward_is_the_weighted_sum_of_scores_and_parts_are_kept(scorer, paths, weights, rewards, parts):
     found = scorer(*paths, weights=weights).score(rollouts(), PROBLEMS)
@@ -126,22 +117,16 @@ def test_a_success_is_a_finished_response_at_or_above_the_threshold_and_answers_
 
 
 @pytest.mark.parametrize(("path", "before", "message"), [
-    ("text", 2, "returned '1' (str)"), ("huge", 2, "returned 1e+200 (float)"), ("digits", 2, "returned 1000"),
-    ("bad_part", 2, "returned None (NoneType) as 'style'"),
+    ("text", 2, "returned '1' (str)"), ("huge", 2, "returned 1e+200 (float)"),
     ("bad_vote", 2, "returned 2 (int) as 'vote'; expected the answer as a text, or None"),
-    ("raises", 2, "raised KeyError: 'key' (/"),
-    ("leaves", 2, "raised SystemExit"),
-    ("dies", 2, "ended its process (exit status 7)"),
+    ("bad_part", 2, "returned None (NoneType) as 'style'"), ("raises", 2, "raised KeyError: 'key' (/"),
+    ("leaves", 2, "raised SystemExit"), ("dies", 2, "ended its process (exit status 7)"),
     ("slow", 2, "took longer than rewards.function_time_limit_s = 0.5"),
-    ("one_bad", 0, "returned nan (float)"),
-    ("too_few", 0, "returned 1 results for 4 responses"),
-    ("at_once", 0, "raised KeyError: 'late' (/"),
-    ("trl_without", 0, "takes the column color, which the data has not; there are answer, question, solution, target, "
-                       "weight"),
+    ("one_bad", 0, "returned nan (float)"), ("too_few", 0, "returned 1 results for 4 responses"),
+    ("at_once", 0, "raised KeyError: 'late' (/"), ("trl_without", 0, "takes the column color, which the data has not"),
 ])  # fmt: skip
 def test_a_failure_names_problem_and_sample_saves_the_response_and_keeps_what_was_scored(
-    scorer, tmp_path, path, before, message
-):
+        scorer, tmp_path, path, before, message):
     own = scorer(path, time_limit_s=0.5 if path == "slow" else 30.0)
     with pytest.raises(PartlyScored) as failed:
         own.score(rollouts(), PROBLEMS)
@@ -190,12 +175,10 @@ def test_what_is_kept_of_a_failed_call_never_splits_a_group_of_a_function_that_c
 @pytest.mark.parametrize(("path", "message"), [
     ("my_rewards:rigth", "rewards.function is 'my_rewards:rigth', but my_rewards has no rigth; did you mean right?"),
     ("my_reward:right", "there is no module my_reward: expected one in the working directory"),
-    ("my_rewards:not_a_function", "which is not a function but of type int"),
     ("my_rewards:misspelled", "takes 'respons'; did you mean response?"),
     ("broken:fn", "broken cannot be imported: ZeroDivisionError: division by zero ("),
 ])  # fmt: skip
 def test_an_import_path_is_checked_before_any_response(scorer, tmp_path, path, message):
-    (tmp_path / "my_rewards.py").write_text(CODE)
     (tmp_path / "broken.py").write_text("1 / 0")
     functions = CustomScorer(HASHES_TEXT, RewardsConfig(function=path), failures=tmp_path)
     with pytest.raises(UserError) as refused:
@@ -203,27 +186,17 @@ def test_an_import_path_is_checked_before_any_response(scorer, tmp_path, path, m
     assert "rewards.function" in str(refused.value) and message in str(refused.value)
 
 
-@pytest.mark.parametrize(("path", "message"), [
-    ("my_rewards:raises_early", "raised KeyError: 'tests' ("),
-    ("my_rewards:text_early", "returned '#### 3' (str)"),
-])  # fmt: skip
 def test_a_function_is_tried_on_the_first_problems_own_answers_before_any_time_is_spent(
-    one_rank, tmp_path, monkeypatch, path, message
-):
+        one_rank, tmp_path, monkeypatch):
     """The second file's problems have another column, which only its evaluation would have met."""
-    (tmp_path / "my_rewards.py").write_text(
-        f"{CODE}\n"
-        "def raises_early(*, metadata): return metadata['tests']\n"
-        "def text_early(*, response, metadata): return 1.0 if 'tests' in metadata else response\n"
-    )
+    (tmp_path / "my_rewards.py").write_text("def early(*, metadata): return metadata['tests']\n")
     monkeypatch.chdir(tmp_path)
     train = Problem("train-1", "1 + 1", "It is 2.\n#### 2", "2", "train.jsonl:1", metadata={"tests": 1.0})
     test = Problem("test-1", "2 + 1", "#### 3", "3", "test.jsonl:1")
     loaded = {Path("train"): LoadedProblems([train], []), Path("test"): LoadedProblems([test], [])}
-    cfg = compose_run("quickstart", [f"rewards.function={path}", f"output_dir={tmp_path}/runs"])
+    cfg = compose_run("quickstart", ["rewards.function=my_rewards:early", f"output_dir={tmp_path}/runs"])
     with pytest.raises(UserError) as refused:
         build_scorer(cfg.rewards, cfg.data, tmp_path / "runs/run", loaded, lambda text: ())
-    assert str(refused.value).startswith(f"rewards.function ({path}), tried on problem ")
-    assert message in str(refused.value)
-    assert "problem test-1 (test.jsonl:1) with the response '#### 3' (str)" in str(refused.value)
+    tried = "tried on problem test-1 (test.jsonl:1) with the response '#### 3' (str): raised KeyError: 'tests' ("
+    assert str(refused.value).startswith(f"rewards.function (my_rewards:early), {tried}")
     assert not (tmp_path / "runs").exists()

@@ -17,8 +17,8 @@ from nemo_edo.test_time import majority_vote
 from nemo_edo.types import UNVERIFIED, Problem
 from nemo_edo.utils.worker_pool import TIMED_OUT, Limits
 
-ROOT = Path(__file__).parents[3]
-PAIRS = [tuple(line.split("\t")) for line in (ROOT / "tests/data/answer_pairs.tsv").read_text().splitlines()[1:]]
+TABLE = Path(__file__).parents[3] / "tests/data/answer_pairs.tsv"
+PAIRS = [tuple(line.split("\t")) for line in TABLE.read_text().splitlines()[1:]]
 WRONGLY_ACCEPTED = {("AB", "BA"), (r"\frac{dy}{dx}", r"\frac{dx}{dy}")}
 WRONGLY_REFUSED = 22  # the table in docs/data_and_rewards.md has them by kind
 
@@ -27,14 +27,10 @@ def problem(answer: str, *, kind: str = "math", name: str = "p-1") -> Problem:
     return Problem(name, "Question?", "", answer, f"p.jsonl:{name[2:]}", kind)
 
 
-def score(verifier: MathVerifier, answer: str, *texts: str, finished: bool = True):
-    rollouts = [scored("p-1", text=text, finished=finished).rollout for text in texts]
-    return MathScorer(answer_format("boxed"), verifier).score(rollouts, [problem(answer)])
-
-
 def answers_of(verifier: MathVerifier, gold: str, *given: str) -> list[str]:
     """The canonical answers of responses that state these."""
-    return [found.answer for found in score(verifier, gold, *(rf"\boxed{{{one}}}" for one in given))]
+    rollouts = [scored("p-1", text=rf"\boxed{{{one}}}").rollout for one in given]
+    return [one.answer for one in MathScorer(answer_format("boxed"), verifier).score(rollouts, [problem(gold)])]
 
 
 def test_verdicts_on_the_answer_pairs_are_correct_except_for_the_known_errors(verifier):
@@ -48,17 +44,13 @@ def test_verdicts_on_the_answer_pairs_are_correct_except_for_the_known_errors(ve
     assert 0.3 < sum(right == "1" for *_, right in PAIRS) / len(PAIRS) < 0.8
 
 
-HALF = r"\frac{1}{2}"
-
-
 @pytest.mark.parametrize(("gold", "text", "reward", "answer", "well_formed", "reason"), [
     ("11", "5 + 6 = 11\n#### 11", 1.0, "11", True, "correct"),
     ("11", "5 + 6 = 12\n#### 12", 0.0, "12", True, "final answer 12, expected 11"),
     ("11", "It is 11.", 0.0, None, False, "no final answer"),
-    (HALF, r"It is \boxed{0.5}.", 1.0, "1/2", True, "correct"),
-    (HALF, r"\boxed{3}, no, \boxed{2/4}", 1.0, "1/2", False, "correct"),
-    (HALF, r"It is \boxed{\sqrt{2}}", 0.0, "sqrt(2)", True, r"final answer sqrt(2), expected \frac{1}{2}"),
-    (HALF, r"\boxed{ }", 0.0, None, False, "no final answer"),
+    (r"\frac{1}{2}", r"\boxed{3}, no, \boxed{2/4}", 1.0, "1/2", False, "correct"),
+    ("2", r"It is \boxed{\sqrt{2}}", 0.0, "sqrt(2)", True, "final answer sqrt(2), expected 2"),
+    ("2", r"\boxed{ }", 0.0, None, False, "no final answer"),
 ])
 def test_reward_answer_and_reason_of_a_response(verifier, gold, text, reward, answer, well_formed, reason):
     scorer = ExactAnswerScorer() if gold == "11" else MathScorer(answer_format("boxed"), verifier)
@@ -131,8 +123,6 @@ def test_scores_keep_the_order_and_each_rollout_meets_its_own_problem():
     found = ExactAnswerScorer().score(rollouts, problems)
     assert [one.rollout for one in found] == rollouts
     assert [one.reward for one in found] == [1.0, 0.0, 1.0]
-    with pytest.raises(KeyError, match="p-9"):
-        ExactAnswerScorer().score([scored("p-9").rollout], problems)
 
 
 def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_setting_says_otherwise():
