@@ -7,6 +7,7 @@ from helpers.responses import scored
 from helpers.reward_models import SPECIAL, write_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from nemo_edo.errors import UserError
 from nemo_edo.reward_models import formats
@@ -22,13 +23,10 @@ TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
 def tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder, cls_token="[CLS]", sep_token="[SEP]")
-    from transformers import AutoTokenizer
-
     return AutoTokenizer.from_pretrained(folder)
 
 
-def test_qwen_path_is_the_model_cards_conversation_and_a_question_ends_where_the_answer_would_begin(
-        tokenizer, monkeypatch):
+def test_qwen_path_is_the_model_cards_conversation_and_a_question_ends_where_the_answer_begins(tokenizer, monkeypatch):
     [encoded] = QwenFormat(tokenizer).encode(PATH)
     answer = formats.QWEN_STEP.join(PATH.steps) + formats.QWEN_STEP
     roles = (("system", formats.QWEN_SYSTEM), ("user", PATH.question), ("assistant", answer))
@@ -48,9 +46,8 @@ def test_qwen_path_is_the_model_cards_conversation_and_a_question_ends_where_the
     QwenFormat, formats.SkyworkFormat, lambda tokenizer: OwnFormat(tokenizer, OwnSettings(DECODER, "\n"))])
 @pytest.mark.parametrize("marks", [formats.QWEN_STEP, "<ext<extra_0>ra_0>", "<|im_end|>\n<|im_start|>user\n"])
 def test_special_tokens_in_a_text_stay_text_and_add_no_step(tokenizer, form, marks):
-    (said,), (clean,) = (
-        form(tokenizer).encode(StepPath(f"Is {mark} one?", (f"One{mark}two", "three"))) for mark in (marks, "x")
-    )
+    (said,), (clean,) = (form(tokenizer).encode(StepPath(f"Is {mark} one?", (f"One{mark}two", "three")))
+                         for mark in (marks, "x"))
     special = [[one for one in encoded.ids if one in tokenizer.all_special_ids] for encoded in (said, clean)]
     assert special[0] == special[1] and len(said.ends) == len(clean.ends) == 2
     assert tokenizer.decode(said.ids) == tokenizer.decode(clean.ids).replace("Is x one", f"Is {marks} one").replace(
@@ -110,8 +107,7 @@ def test_our_decoders_encode_a_path_as_a_prefix_of_every_extension(tokenizer, qu
         assert shorter == whole.ids[: whole.ends[length - 1] + 1]
 
 
-def test_our_encoders_encode_each_path_separately_between_special_tokens_and_decoders_after_bos(
-        tokenizer, monkeypatch):
+def test_our_encoders_encode_each_path_between_special_tokens_and_decoders_after_bos(tokenizer, monkeypatch):
     encoded = OwnFormat(tokenizer, OwnSettings(ENCODER, "\n")).encode(PATH)
     beginnings = ["".join(f"{step}\n" for step in PATH.steps[:length]) for length in (1, 2, 3)]
     expected = [f"[CLS]{PATH.question}\n{beginning}[SEP]" for beginning in beginnings]

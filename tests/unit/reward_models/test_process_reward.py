@@ -23,7 +23,6 @@ from nemo_edo.reward_models.process_reward import ProcessRewardModel, encode_res
 from nemo_edo.rollouts.store import ScoreStore, rollouts_checksum
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.test_time.search_llm import StepPath
-from nemo_edo.types import Rollout
 
 QUESTIONS = {"a": "What is 2 + 3?", "b": "Name a prime above 10."}
 PATHS = [
@@ -110,42 +109,31 @@ def test_a_searchs_reward_is_the_last_steps_score_and_its_embedding_the_heads_in
         assert one.reward == pytest.approx(float(torch.sigmoid(margin)), abs=2e-6)
 
 
-def rollout(text: str) -> Rollout:
-    return scored("a", text=text).rollout
-
-
 def test_responses_are_split_at_the_formats_separator_or_another(models):
-    text = "one\ntwo\n\nthree\n\n\n"
-    lengths = {name: len(score_rollouts(models[name], [rollout(text)], QUESTIONS)[0].steps) for name in models}
+    said, blank = (scored("a", text=text).rollout for text in ("one\ntwo\n\nthree\n\n\n", " \n "))
+    lengths = {name: len(score_rollouts(models[name], [said], QUESTIONS)[0].steps) for name in models}
     assert lengths == {"qwen": 2, "skywork": 3, "decoder": 3, "encoder": 3}
-    [scores] = score_rollouts(models["skywork"], [rollout(text)], QUESTIONS, separator="\n\n")
-    assert len(scores.steps) == 2
+    [scores] = score_rollouts(models["skywork"], [said], QUESTIONS, separator="\n\n")
     expected = scores_of(models["skywork"], [StepPath(QUESTIONS["a"], ("one\ntwo", "three"))])[0]
     assert scores.steps == pytest.approx(expected, abs=1e-7)
-    [blank] = score_rollouts(models["skywork"], [rollout(" \n ")], QUESTIONS)
-    assert blank.steps == scores_of(models["skywork"], [StepPath(QUESTIONS["a"], ("",))])[0]
+    [scores] = score_rollouts(models["skywork"], [blank], QUESTIONS)
+    assert scores.steps == scores_of(models["skywork"], [StepPath(QUESTIONS["a"], ("",))])[0]
 
 
-def test_a_path_beyond_the_context_is_an_error(models):
+def test_code_in_a_folder_is_not_run_and_a_path_beyond_the_context_or_an_unknown_device_is_refused(folders, models):
+    for name in ("qwen", "skywork"):
+        assert len(list(folders[name].glob("*.py"))) == 2 and not (folders[name] / "it_ran").exists()
     with pytest.raises(UserError, match="1 of 2 paths .* 512 tokens"):
         models["decoder"].score([PATHS[0], StepPath("x" * 600)])
-
-
-@pytest.mark.parametrize("name", ["qwen", "skywork"])
-def test_code_in_a_folder_is_not_run_and_an_unknown_device_is_refused(folders, models, name: str):
-    assert len(list(folders[name].glob("*.py"))) == 2
-    assert not (folders[name] / "it_ran").exists()
     with pytest.raises(UserError, match="device is 'tpu'"):
-        ProcessRewardModel(folders[name], device="tpu")
+        ProcessRewardModel(folders["qwen"], device="tpu")
 
 
 @pytest.mark.parametrize(("name", "changed", "fault"), [
     ("qwen", "score.2.bias", "missing"), ("skywork", "v_head.summary.weight", "missing"),
     ("decoder", "score.weight", "missing"), ("qwen", "v_head.summary.weight", "unexpected")])
 def test_a_folder_with_other_weights_than_the_networks_is_refused(folders, tmp_path, name, changed: str, fault: str):
-    for path in folders[name].iterdir():
-        if path.suffix != ".safetensors":
-            (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folders[name], tmp_path, dirs_exist_ok=True)
     weights = load_file(folders[name] / "model.safetensors")
     if weights.pop(changed, None) is None:
         weights[changed] = torch.zeros(1, 128)
@@ -171,14 +159,9 @@ def model(folders) -> Path:
 @pytest.fixture
 def asked(monkeypatch) -> list[int]:
     """The number of responses in each call of a model in this process."""
-    calls = []
-    original = ProcessRewardModel.score_encoded
-
-    def counted(self, encoded):
-        calls.append(len(encoded))
-        return original(self, encoded)
-
-    monkeypatch.setattr(ProcessRewardModel, "score_encoded", counted)
+    calls, original = [], ProcessRewardModel.score_encoded
+    monkeypatch.setattr(ProcessRewardModel, "score_encoded",
+                        lambda self, encoded: calls.append(len(encoded)) or original(self, encoded))
     return calls
 
 
@@ -206,9 +189,8 @@ def test_every_response_of_every_final_evaluation_gets_the_scores_of_its_steps(r
             assert not list(store.folder.glob("*.parts"))
 
 
-def test_a_killed_command_resumes(run, model, tmp_path, monkeypatch, asked):
-    whole = Path(shutil.copytree(run, tmp_path / "again"))
-    score(whole, model, arm="grpo")
+def test_a_killed_command_resumes(run, model, monkeypatch, asked):
+    score(run, model, "whole", arm="grpo")
     write_part, parts = ScoreStore.write_part, []
 
     def dies(self, kind, scores, **label):
@@ -225,30 +207,26 @@ def test_a_killed_command_resumes(run, model, tmp_path, monkeypatch, asked):
     asked.clear()
     said = score(run, model, arm="grpo", part_size=10)
     assert asked == [10, 10] and "20 new" in said[1]
-    stores = [ScoreStore(folder / "scores" / "grpo" / "small") for folder in (run, whole)]
-    one, other = (store.read("sampled")[0] for store in stores)
+    one, other = (ScoreStore(run / "scores" / "grpo" / name).read("sampled")[0] for name in ("small", "whole"))
     assert one.keys() == other.keys() and len(one) == 40
     assert all(one[key].steps == pytest.approx(other[key].steps, abs=1e-6) for key in one)
 
 
-def test_stored_scores_are_computed_again_only_for_newly_generated_responses(run, model, asked):
+def test_stored_scores_are_computed_again_only_for_new_responses_and_another_model_needs_another_name(
+        run, tmp_path, asked):
+    model = write_own_reward_model(tmp_path / "model")
     for kept in (False, True):
         said = score(run, model, arm="grpo")
         assert (["none new" in line for line in said], asked) == ([kept, kept], [8, 40])
-    other = write_stored_run(run.parent / "other")
+    other = write_stored_run(tmp_path / "other")
     for kind in ("greedy", "sampled"):
         name = Path("evaluations") / "grpo" / kind / "iter_00002" / "rank_0_of_1.parquet"
         (run / name).write_bytes((other / name).read_bytes())
     score(run, model, arm="grpo")
     assert asked == [8, 40, 8, 40]
-
-
-def test_another_model_under_the_same_name_is_refused_even_in_the_same_folder(run, model, tmp_path):
-    copy = write_own_reward_model(tmp_path / "copy")
-    score(run, copy, arm="grpo")
-    write_own_reward_model(copy, seed=1)  # another training
+    write_own_reward_model(model, seed=1)  # another training, in the same folder
     with pytest.raises(UserError, match="scores of .*another name"):
-        score(run, copy, arm="grpo")
+        score(run, model, arm="grpo")
 
 
 @pytest.mark.parametrize(("given", "message"), [
@@ -269,22 +247,19 @@ def test_a_wrong_command_is_an_error_before_a_model_is_loaded(run, model, monkey
         score(run, model, arm="grpo")
 
 
-def test_responses_beyond_the_context_are_found_before_a_model_is_loaded_or_score_zero(run, tmp_path, monkeypatch):
-    small = write_own_reward_model(tmp_path / "small")
-    fields = json.loads((small / "config.json").read_text())
-    stored = open_run(run)
+def test_responses_beyond_the_context_score_zero_or_are_found_before_a_model_is_loaded(run, tmp_path, monkeypatch):
+    small, stored = write_own_reward_model(tmp_path / "small"), open_run(run)
     responses = [one.rollout for one in stored.evaluation_responses("grpo", "sampled")]
-    encoded = encode_responses(responses, stored.questions("test"), load_format(read_reward_folder(small)),
-                               separator=None)
+    form = load_format(read_reward_folder(small))
+    encoded = encode_responses(responses, stored.questions("test"), form, separator=None)
     lengths = [len(part.ids) for parts in encoded for part in parts]
-    limit = max(lengths) - 1
+    limit, fields = max(lengths) - 1, json.loads((small / "config.json").read_text())
     (small / "config.json").write_text(json.dumps({**fields, "max_position_embeddings": limit}))
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "ProcessRewardModel", lambda *_, **__: pytest.fail("a model was loaded"))
-        with pytest.raises(UserError, match=f"context of {limit} tokens"):
-            score(run, small, arm="grpo")
     said = score(run, small, arm="grpo", too_long="zero")
     found = ScoreStore(run / "scores" / "grpo" / "small").read("sampled")[0]
     zeros = [one for one in found.values() if one.steps == (0.0, 0.0, 0.0)]
     assert len(zeros) == sum(length > limit for length in lengths) > 0
     assert f"{len(zeros)} longer than the model's context with score 0" in said[1]
+    monkeypatch.setattr(module, "ProcessRewardModel", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(UserError, match=f"context of {limit} tokens"):
+        score(run, small, "another", arm="grpo")

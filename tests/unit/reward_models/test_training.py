@@ -14,6 +14,7 @@ from helpers.stored_run import reward_config as config
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from transformers import AutoConfig
 
 from nemo_edo.builtin_task.arithmetic import first_wrong_step
 from nemo_edo.config import RewardTrainConfig
@@ -21,20 +22,12 @@ from nemo_edo.config.reward_model import RewardDataConfig
 from nemo_edo.data.tokenizer import load_tokenizer
 from nemo_edo.errors import UserError
 from nemo_edo.losses import ranking_nce_loss
+from nemo_edo.reward_models import step_data
 from nemo_edo.reward_models import train as module
 from nemo_edo.reward_models.formats import DECODER, OwnFormat, OwnSettings, split_steps
+from nemo_edo.reward_models.heads import own_class, own_config
 from nemo_edo.reward_models.process_reward import ProcessRewardModel
-from nemo_edo.reward_models.step_data import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    StepGroup,
-    build_step_data,
-    collate,
-    held_out,
-    labelled_paths,
-    step_groups,
-)
+from nemo_edo.reward_models.step_data import TEST, TRAIN, VALIDATION, StepGroup, collate, held_out, labelled_paths
 from nemo_edo.reward_models.train import train_reward_model
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.test_time.search_llm import StepPath
@@ -43,29 +36,16 @@ from nemo_edo.types import ScoredRollout
 pytestmark = pytest.mark.filterwarnings("ignore:mtime may not be reliable")
 
 
-GROUPS = [
-    StepGroup("a", ((3, 4, 5), (3, 9), (3, 4, 6, 7)), (False, True)),
-    StepGroup("b", ((8,), (9, 9)), (True,)),
-]
+GROUPS = [StepGroup("a", ((3, 4, 5), (3, 9), (3, 4, 6, 7)), (False, True)), StepGroup("b", ((8,), (9, 9)), (True,))]
 
 
-@pytest.fixture(scope="module")
-def network():
-    from transformers import AutoConfig
-
-    from nemo_edo.reward_models.heads import own_class, own_config
-
+def test_loss_of_a_batch_is_the_ranking_loss_of_transformers_own_scores(tmp_path):
     torch.manual_seed(0)
     made = own_config(AutoConfig.for_model(**LLAMA, vocab_size=32), 0)
-    return own_class(made, "a test")._from_config(made)
-
-
-def test_loss_of_a_batch_is_the_ranking_loss_of_transformers_own_scores(network, tmp_path):
+    network = own_class(made, "a test")._from_config(made)
     trainer = module.NCETrainer(
-        RewardTrainConfig(l2=0.1), model=network,
-        args=module._arguments(config(tmp_path, tmp_path), tmp_path), data_collator=partial(collate, pad_id=0),
-        train_dataset=GROUPS, eval_dataset=GROUPS,
-    )
+        RewardTrainConfig(l2=0.1), model=network, args=module._arguments(config(tmp_path, tmp_path), tmp_path),
+        data_collator=partial(collate, pad_id=0), train_dataset=GROUPS, eval_dataset=GROUPS)
     loss = trainer.compute_loss(network, collate(GROUPS, 0))
     scores = [[network(torch.tensor([path])).logits[0, 0] for path in group.paths] for group in GROUPS]
     negatives = torch.stack([torch.stack(scores[0][1:]), torch.stack([scores[1][1], torch.tensor(0.0)])])
@@ -75,14 +55,13 @@ def test_loss_of_a_batch_is_the_ranking_loss_of_transformers_own_scores(network,
 
 
 def test_no_question_is_in_two_parts_and_paths_are_right_and_wrong_as_the_task_checks_them(run):
-    stored = open_run(run)
-    form = OwnFormat(load_tokenizer(run / "base"), OwnSettings(DECODER, "\n"))
-    data = build_step_data(stored, config(run, run).data, form, seed=3)
+    stored, tokenizer = open_run(run), load_tokenizer(run / "base")
+    form = OwnFormat(tokenizer, OwnSettings(DECODER, "\n"))
+    data = step_data.build_step_data(stored, config(run, run).data, form, seed=3)
     questions = {part: {group.problem_id for group in groups} for part, groups in data.groups.items()}
     assert not questions[TRAIN] & questions[VALIDATION] and all(questions.values())
     texts = {**stored.questions("train"), **stored.questions("test")}
     assert questions[TEST] <= set(stored.questions("test")) and questions[TRAIN] <= set(stored.questions("train"))
-    tokenizer = load_tokenizer(run / "base")
     for group in (group for groups in data.groups.values() for group in groups):
         question = texts[group.problem_id]
         paths = [tuple(tokenizer.decode(path).split("\n")[1:-1]) for path in group.paths]
@@ -109,18 +88,14 @@ QUESTION = "6 + 1 + 3 + 1"
 RIGHT = "6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 11"
 
 
-def response(text: str, reward: float = 0.0, *, problem: str = "p", **fields) -> ScoredRollout:
-    return scored(problem, reward=reward, text=text, **fields)
+def response(text: str, reward: float = 0.0) -> ScoredRollout:
+    return scored("p", reward=reward, text=text)
 
 
 @pytest.mark.parametrize(("text", "wrong"), [
-    (RIGHT, None),
-    ("6 + 3 = 8\n1 + 1 = 2", 0),                    # a wrong sum
-    ("6 + 3 = 9\n6 + 1 = 7", 1),                    # 6 is used up
-    ("6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 12", 3),
-    (f"{RIGHT}\n#### 11", 4),                       # continues after its end
-])
-def test_first_wrong_step_of_the_built_in_task(text: str, wrong: int | None):
+    ("6 + 3 = 9\n6 + 1 = 7", 1),  # 6 is used up
+    ("6 + 3 = 9\n1 + 1 = 2\n9 + 2 = 11\n#### 12", 3), (f"{RIGHT}\n#### 11", 4)])  # continues after its end
+def test_first_wrong_step_of_the_built_in_task(text: str, wrong: int):
     assert first_wrong_step(QUESTION, split_steps(text, "\n")) == wrong
 
 
@@ -156,7 +131,7 @@ def test_a_group_ranks_a_right_path_against_wrong_ones_first_those_of_its_prefix
     responses = [response("\n".join(word), float(rng.random() < 0.5)) for word in words]
     right, wrong = labelled_paths("q", responses, "\n", None)
     data = RewardDataConfig(positives=positives, negatives=negatives)
-    groups = step_groups({"p": "q"}, responses, data, None, seed=1)
+    groups = step_data.step_groups({"p": "q"}, responses, data, None, seed=1)
     assert len(groups) == (min(positives, len(right)) if wrong else 0)
     assert len({group.paths[0] for group in groups}) == len(groups)
     for group in groups:
@@ -205,20 +180,17 @@ def test_the_trained_folder_scores_steps_and_has_its_results(trained, run):
 
 
 def test_a_killed_training_resumes_to_the_same_weights(trained, run, tmp_path, monkeypatch):
-    class Killed(BaseException):
-        pass
-
     loss, steps = module.NCETrainer.compute_loss, []
 
     def dies(self, *arguments, **named):
         steps.append(1)
         if len(steps) == 6:
-            raise Killed
+            raise KeyboardInterrupt
         return loss(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(module.NCETrainer, "compute_loss", dies)
-        with pytest.raises(Killed):
+        with pytest.raises(KeyboardInterrupt):
             train_reward_model(config(run, tmp_path))
     checkpoints = tmp_path / "rm" / "checkpoints"
     assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-2", "checkpoint-4"}
@@ -230,6 +202,5 @@ def test_a_killed_training_resumes_to_the_same_weights(trained, run, tmp_path, m
 
 def test_micro_batches_change_the_weights_by_rounding_only(trained, run, tmp_path):
     train_reward_model(config(run, tmp_path, micro_batch_size=2))
-    one, other = load(weights(trained)), load(weights(tmp_path))
-    initial = one["score.weight"] - other["score.weight"]
-    assert initial.abs().max() < 2e-4  # Adam's steps are of the size of the learning rate, 1e-3
+    one, other = (load(weights(folder))["score.weight"] for folder in (trained, tmp_path))
+    assert (one - other).abs().max() < 2e-4  # Adam's steps are of the size of the learning rate, 1e-3

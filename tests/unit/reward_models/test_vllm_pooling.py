@@ -44,19 +44,16 @@ def test_any_other_answer_is_a_fault(body):
         read_scores(body, PART, whole=False)
 
 
-def started(folder, settings: ServersConfig, work, gpus: int = 0) -> list:
-    return build_reward_replicas(read_reward_folder(folder), settings, work, gpus)
-
-
-def command_of(replica) -> list[str]:
-    return replica.api.command(replica.model_folder, 8000)
+def served(folder: Path, work: Path, gpus: int = 0, **settings) -> tuple[Path, list[str]]:
+    """The model's folder and the command line of its only server."""
+    [replica] = build_reward_replicas(read_reward_folder(folder), ServersConfig(**settings), work, gpus)
+    return replica.model_folder, replica.api.command(replica.model_folder, 8000)
 
 
 def test_a_server_pools_this_model_on_this_machine_with_the_configs_python_and_arguments(folders, tmp_path):
-    settings = ServersConfig(python="/x/python", tensor_parallel_size=2, arguments=["--seed", "7"])
+    settings = {"python": "/x/python", "tensor_parallel_size": 2, "arguments": ["--seed", "7"]}
     for gpus, of_machine in ((0, "--dtype float32 --enforce-eager"), (2, "--dtype bfloat16 --tensor-parallel-size 2")):
-        [replica] = started(folders["decoder"], settings, tmp_path, gpus)
-        command = " ".join(command_of(replica))
+        command = " ".join(served(folders["decoder"], tmp_path, gpus, **settings)[1])
         assert command.startswith("/x/python -m vllm.entrypoints.openai.api_server")
         assert command.endswith('--pooler-config {"task": "token_classify"} --seed 7')
         for part in (f"--model {folders['decoder']}", "--runner pooling", "--host 127.0.0.1", "--port 8000",
@@ -64,17 +61,15 @@ def test_a_server_pools_this_model_on_this_machine_with_the_configs_python_and_a
             assert part in command
 
 
-def test_a_qwen_server_pools_at_its_tokenizers_step_token_and_a_skywork_server_loads_a_converted_copy(
-        folders, tmp_path):
-    [replica] = started(folders["qwen"], ServersConfig(), tmp_path)
-    command = command_of(replica)
+def test_a_qwen_server_pools_at_its_tokenizers_step_token_and_a_skywork_one_loads_a_converted_copy(folders, tmp_path):
+    _, command = served(folders["qwen"], tmp_path)
     pooler = json.loads(command[command.index("--pooler-config") + 1])
     tokenizer = json.loads((folders["qwen"] / "tokenizer.json").read_text())
     [step_id] = [token["id"] for token in tokenizer["added_tokens"] if token["content"] == "<extra_0>"]
     assert pooler == {"tok_pooling_type": "STEP", "step_tag_id": step_id}
-    [replica] = started(folders["skywork"], ServersConfig(), tmp_path)
-    served = json.loads((replica.model_folder / "config.json").read_text())
-    assert replica.model_folder == tmp_path / "served" and served["architectures"] == ["Qwen2ForRewardModel"]
+    copy, _ = served(folders["skywork"], tmp_path)
+    assert json.loads((copy / "config.json").read_text())["architectures"] == ["Qwen2ForRewardModel"]
+    assert copy == tmp_path / "served"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
