@@ -13,6 +13,11 @@ def write_rows(path: Path, rows: Sequence[dict | str]) -> Path:
     return path
 
 
+def problem_overrides(folder: Path, **rows: Sequence[dict | str]) -> list[str]:
+    """Written as train.jsonl, test.jsonl and so on, and named by the data's settings of these names."""
+    return [f"data.{name}={write_rows(folder / f'{name}.jsonl', some)}" for name, some in rows.items()]
+
+
 def write_sums(folder: Path, is_wrong: Callable[[int, int], bool], *, tested: int = 8) -> list[str]:
     """Overrides for 16 sums: the warm-up sees all, with wrong solutions for some; half of them are trained on."""
     pairs = [(a, b) for a in range(1, 5) for b in range(1, 5)]

@@ -5,7 +5,7 @@ import subprocess
 from types import SimpleNamespace
 
 import pytest
-from helpers.problem_files import ROWS, write_rows
+from helpers.problem_files import ROWS, problem_overrides
 from helpers.tiny_models import write_tiny_model
 
 from nemo_edo.checks import machine
@@ -96,11 +96,9 @@ def test_the_numbers_of_a_model_at_hand_are_compared_with_transformers(doctor, t
         return {"nats": 1e-6, "of": "at most", "bound": 3e-3, "tokens": 126}
 
     monkeypatch.setattr(machine.Machine, "run", run)
-    files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', rows)}"
-             for name, rows in (("train", ROWS[:2]), ("test", ROWS[2:]))]
     path = f"model.path={write_tiny_model(tmp_path / 'model')}"
-    found, text = doctor("--config-name=quickstart", path, "model.architecture=null", "threads=1", *files,
-                         "grpo.allow_one_step=true")
+    found, text = doctor("--config-name=quickstart", path, "model.architecture=null", "threads=1",
+                         *problem_overrides(tmp_path, train=ROWS[:2], test=ROWS[2:]), "grpo.allow_one_step=true")
     assert (found, words in text, "/log" in text) == (status, True, False)
 
 
@@ -115,8 +113,7 @@ def test_the_doctor_refuses_the_folder_and_the_data_that_a_run_refuses(doctor, t
     folder = write_tiny_model(tmp_path / "model", family, **experts)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "layer_types": None, **fields}))
-    files = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', some)}"
-             for name, some in (("train", rows[:2]), ("test", ROWS[2:]))]
+    files = problem_overrides(tmp_path, train=rows[:2], test=ROWS[2:])
     status, text = doctor("--config-name=grpo_gsm8k", f"model.path={folder}", *files, "data.prompt='{question}'",
                           "data.chat_template=false", "sampling.max_new_tokens=10", "precision=fp32",
                           "model.verify=false", "grpo.allow_one_step=true")

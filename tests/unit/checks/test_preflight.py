@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.problem_files import ROWS, write_rows
+from helpers.problem_files import ROWS, problem_overrides
 from helpers.tiny_models import write_tiny_model
 from huggingface_hub import constants
 
@@ -32,8 +32,7 @@ for arguments in json.loads(sys.argv[1]):
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:
     """Overrides that name a model and problems."""
-    problems = [f"data.{name}={write_rows(tmp_path / f'{name}.jsonl', rows)}"
-                for name, rows in (("train", ROWS[:3]), ("test", ROWS[3:]))]
+    problems = problem_overrides(tmp_path, train=ROWS[:3], test=ROWS[3:])
     return [f"model.path={write_tiny_model(tmp_path / 'model')}", *problems]
 
 
@@ -114,8 +113,7 @@ def auto(*overrides: str) -> RunConfig:
     (3, 3, 80, 1, True), (6, 6, 80, 2, True),
 ])
 def test_auto_splits_a_model_over_as_few_processes_as_it_fits_on_and_the_rest_is_data_parallel(
-    world, local, gb, size, shards
-):
+        world, local, gb, size, shards):
     """And the optimizer's state over those, rather than layers."""
     found = with_fitted_parallelism(auto(), QWEN_7B, world, local, gb * GB).parallelism
     assert (found.tensor_model_parallel_size, found.sequence_parallel) == (size, size > 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.problem_files import ROWS, write_rows
+from helpers.problem_files import ROWS, problem_overrides, write_rows
 
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import arm_configs, compose_run
@@ -28,16 +28,8 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
 
 @pytest.fixture
 def own_files(tmp_path: Path):
-    """own_files(train rows, test rows, warmup rows) -> overrides that name the written files."""
-
-    def write(train=tuple(ROWS[:3]), test=tuple(ROWS[3:]), warmup=None) -> list[str]:
-        overrides = [f"data.train={write_rows(tmp_path / 'train.jsonl', train)}",
-                     f"data.test={write_rows(tmp_path / 'test.jsonl', test)}"]
-        if warmup is not None:
-            overrides.append(f"data.warmup={write_rows(tmp_path / 'warmup.jsonl', warmup)}")
-        return overrides
-
-    return write
+    """own_files(train=rows, test=rows, warmup=rows) -> overrides that name the written files."""
+    return lambda **rows: problem_overrides(tmp_path, **{"train": ROWS[:3], "test": ROWS[3:], **rows})
 
 
 def load(tmp_path: Path, *overrides: str) -> inputs.Data:
@@ -53,18 +45,13 @@ def error_of(tmp_path: Path, *overrides: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("folders", [("a", "b"), ("a", "a")])
-def test_training_and_test_problems_from_files_of_one_name_are_refused_with_both_places(tmp_path: Path, folders):
-    files = []
-    for folder, rows in zip(folders, (ROWS[:3], ROWS[3:]), strict=True):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        files.append(write_rows(tmp_path / folder / "x.jsonl", rows))
-    told = error_of(tmp_path, f"data.train={files[0]}", f"data.test={files[1]}")
-    if files[0] == files[1]:
-        assert f"both have {files[0]}:1: test problems must be others" in told
-        return
-    assert "3 problems of one have the id of a problem of the other, such as x-1 " in told
-    assert f"({files[0]}:1 and {files[1]}:1)" in told and "give the two files different names" in told
+def test_training_and_test_problems_from_files_of_one_name_are_refused_with_both_places(tmp_path: Path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    train, test = (write_rows(tmp_path / folder / "x.jsonl", rows)
+                   for folder, rows in (("a", ROWS[:3]), ("b", ROWS[3:])))
+    assert f"both have {train}:1: test problems" in error_of(tmp_path, f"data.train={train}", f"data.test={train}")
+    assert f"({train}:1 and {test}:1)" in error_of(tmp_path, f"data.train={train}", f"data.test={test}")
 
 
 def test_built_in_data_is_checked_before_the_run_folder_exists_and_its_files_then_have_the_same_data(tmp_path: Path):
@@ -125,8 +112,7 @@ def test_sequences_are_as_long_as_the_longest_prompt_with_a_response_or_the_long
 
 
 @pytest.mark.parametrize(("settings", "ceiling"), [
-    (["precision=bf16"], 0.03 * 5), (["precision=fp32"], 0.002 * 5), (["precision=fp8"], 0.06 * 5),
-    (["precision=fp32", "generation=vllm"], 0.002 * 5), (["precision=bf16", "generation=vllm"], 0.03 * 5),
+    (["precision=bf16"], 0.03 * 5), (["precision=fp8"], 0.06 * 5), (["precision=fp32", "generation=vllm"], 0.002 * 5),
     (["precision=fp32", "generation=vllm", "generation.servers.dtype=bfloat16"], 0.03 * 5),
     (["precision=bf16", "generation=vllm", "generation.servers.dtype=float32"], 0.03 * 5),
     (["precision=fp32", "generation=trtllm"], 0.03 * 5),  # it computes in the folder's type
@@ -137,18 +123,13 @@ def test_the_sampler_gaps_ceiling_is_that_of_the_coarser_precision_unless_it_is_
     assert guards.sampler_gap.ceiling == pytest.approx(ceiling) and guards.sampler_gap.action == "stop"
 
 
-def told(question: str, answer: str) -> dict[str, str]:
-    return {"question": question, "answer": answer}
-
-
 @pytest.mark.parametrize(("file", "row", "words"), [
     ("train", "{broken", ["is not valid JSON", "--on-bad-rows=skip"]),
     ("test", {"question": "1 + 1"}, ['has no "answer"']),
-    ("warmup", told("1 + 1", "1 + 1 = 2"), ['"#### number"']),
-    ("test", told(" + ".join("1" * 40), "#### 40"), ["the prompt has 80 tokens", "more than the 32"]),
-    ("warmup", told("1 + 1", "\n".join(["1 + 1 = 2"] * 12) + "\n#### 2"), ["the prompt with its solution has"]),
-    ("train", told("one and two", "#### 3"), ["the tokenizer"]),
-], ids=["broken", "incomplete", "no answer", "long prompt", "long solution", "unknown text"])
+    ("test", {"question": " + ".join("1" * 40), "answer": "#### 40"}, ["has 80 tokens", "more than the 32"]),
+    ("warmup", {"question": "1 + 1", "answer": "1 + 1 = 2\n" * 12 + "#### 2"}, ["the prompt with its solution has"]),
+    ("train", {"question": "one and two", "answer": "#### 3"}, ["the tokenizer"]),
+], ids=["broken", "incomplete", "long prompt", "long solution", "unknown text"])
 def test_a_row_that_is_bad_or_does_not_fit_the_model_is_reported_with_its_file_and_line(
     tmp_path: Path, own_files, file: str, row, words: list[str]
 ):
