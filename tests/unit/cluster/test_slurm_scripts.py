@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,13 @@ CONTAINERS = {
 GRPO = ["model=qwen2_5_7b", "model.path=/nodes/m", "data.train=/nodes/a", "data.test=/nodes/b", "cluster=slurm_gpu8"]
 
 
+def plan(tmp_path, *overrides: str, multirun: bool = False):
+    return launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", *overrides], None,
+                          multirun=multirun)
+
+
 def script(tmp_path, *overrides: str, multirun: bool = False) -> str:
-    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", *overrides], None,
-                             multirun=multirun)
-    return launching.launch(planned, dry_run=True)
+    return launching.launch(plan(tmp_path, *overrides, multirun=multirun), dry_run=True)
 
 
 def options(text: str) -> list[str]:
@@ -44,9 +48,8 @@ def options(text: str) -> list[str]:
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 @pytest.mark.parametrize("multirun", [False, True])
 def test_scripts_are_sound_shell(tmp_path, container: str, launcher: str, multirun: bool):
-    sweep = ["seed=1,2"] if multirun else []
     text = script(tmp_path, f"cluster.launcher={launcher}", "cluster.setup=['module load cuda']",
-                  *CONTAINERS[container], *sweep, multirun=multirun)
+                  *CONTAINERS[container], "seed=1,2" if multirun else "seed=1", multirun=multirun)
     checked = subprocess.run(["shellcheck", "--shell=bash", "-"], input=text, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
 
@@ -100,23 +103,20 @@ def test_a_job_ends_with_its_runs_status_and_is_queued_again_unless_it_was_cance
 def test_a_second_launch_is_refused_while_the_firsts_jobs_are_there(tmp_path, monkeypatch):
     ids = iter(["101", "102", "103"])
     monkeypatch.setattr(launching, "_sbatch", lambda *_: next(ids))
-    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", "cluster.chain=2"], None,
-                             multirun=False)
+    planned, squeue = plan(tmp_path, "cluster.chain=2"), tmp_path / "squeue"
     launching.launch(planned, dry_run=False)
-    (tmp_path / "squeue").write_text("#!/bin/bash\n[[ $* == *--jobs=101,102* ]] && echo 102\n")
-    (tmp_path / "squeue").chmod(0o755)
+    squeue.touch(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(UserError, match="its jobs 102 are queued or running"):
-        launching.launch(planned, dry_run=False)
-    (tmp_path / "squeue").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
-    with pytest.raises(UserError, match="whether a job is in .*: Unable to contact slurm controller; try again"):
-        launching.launch(planned, dry_run=False)
-    (tmp_path / "squeue").write_text("#!/bin/bash\necho 'Invalid job id specified' >&2; exit 1\n")
-    with pytest.raises(UserError, match="no more; submitted before: scancel 103"):
-        monkeypatch.setattr(launching, "_sbatch", lambda *_: next(ids, None) or refused())
-        launching.launch(planned, dry_run=False)
-    with pytest.raises(UserError, match="no more$"):
-        launching.launch(planned, dry_run=False)
+    monkeypatch.setattr(launching, "_sbatch", lambda *_: next(ids, None) or refused())
+    for says, told in (
+        ("[[ $* == *--jobs=101,102* ]] && echo 102", "its jobs 102 are queued or running"),
+        ("echo 'Unable to contact' >&2; exit 1", "whether a job is in .*: Unable to contact; try again"),
+        ("echo 'Invalid job id specified' >&2; exit 1", "no more; submitted before: scancel 103"),
+        ("echo 'Invalid job id specified' >&2; exit 1", "no more$"),
+    ):
+        squeue.write_text(f"#!/bin/bash\n{says}\n")
+        with pytest.raises(UserError, match=told):
+            launching.launch(planned, dry_run=False)
     assert (planned.folder / launching.JOBS).read_text() == "103", "no empty list, which squeue takes for all jobs"
 
 
@@ -158,13 +158,12 @@ def test_a_run_sees_its_folders_in_a_container(tmp_path):
         assert part in line
     apptainer = script(tmp_path, *CONTAINERS["apptainer"])
     # --nv without gpus_per_node, too: the partition's nodes may come with GPUs
-    assert f"--bind={tmp_path}:{tmp_path}" in apptainer and "'/images/it is.sif' python3 -m" in apptainer
-    assert "apptainer exec --nv --bind=" in apptainer
+    for part in ("apptainer exec --nv --bind=", f"--bind={tmp_path}:{tmp_path}", "'/images/it is.sif' python3 -m"):
+        assert part in apptainer
 
 
 def test_the_snapshot_holds_code_and_config_as_they_are_now(tmp_path):
-    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}", "seed=7"], None, multirun=False)
-    launching.write_snapshot(planned)
+    launching.write_snapshot(plan(tmp_path, "seed=7"))
     folder = tmp_path / "quickstart" / "launch"
     arguments = json.loads((folder / "members" / "0.json").read_text())
     assert arguments == ["train", "--config-path", str(folder / "members"), "--config-name", "0"]
@@ -189,7 +188,7 @@ def test_launching_needs_a_cluster_and_slurm_and_a_dry_run_tells_its_time_and_wr
     assert "an iteration of" in printed.err and "cluster.time_limit=04:00:00" in printed.err
     with pytest.raises(ConfigError, match="launch needs cluster=slurm"):
         launching.plan("quickstart", [f"output_dir={tmp_path}"], None, multirun=False)
-    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}"], None, multirun=False)
+    planned = plan(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="no sbatch on this machine"):
         launching.launch(planned, dry_run=False)
@@ -215,28 +214,27 @@ def test_keys_come_from_the_shell_or_a_private_file_and_are_in_no_file_of_the_jo
     private = tmp_path / "keys"
     private.write_text("WANDB_API_KEY=sesame\n")
     private.chmod(0o644)
-    job, named = [f"output_dir={tmp_path}", "cluster=slurm"], "cluster.secrets=[WANDB_API_KEY]"
+    named = "cluster.secrets=[WANDB_API_KEY]"
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    for overrides, told in {
-        (named,): "WANDB_API_KEY is not set",
-        (f"cluster.secrets_file={private}",): "chmod 600",
-        ("cluster.secrets_file=/nowhere",): "no such file",
-        ("+cluster.environment.HF_TOKEN=sesame",): r"cluster\.environment is 'HF_TOKEN'.*cluster\.secrets",
-        ("cluster.secrets=['A=b']",): "the name of a variable",
+    for override, told in {
+        named: "WANDB_API_KEY is not set",
+        f"cluster.secrets_file={private}": "chmod 600",
+        "cluster.secrets_file=/nowhere": "no such file",
+        "+cluster.environment.HF_TOKEN=sesame": r"cluster\.environment is 'HF_TOKEN'.*cluster\.secrets",
+        "cluster.secrets=['A=b']": "the name of a variable",
     }.items():
         with pytest.raises(UserError, match=told):
-            launching.plan("quickstart", [*job, *overrides], None, multirun=False)
+            plan(tmp_path, override)
     private.chmod(0o600)
     monkeypatch.setattr(launching, "_sbatch", lambda *_: "1")
     monkeypatch.setenv("WANDB_API_KEY", "sesame")
     for place, overrides in enumerate([[named], [named, f"cluster.secrets_file={private}"]]):
-        plan = launching.plan("quickstart", [*job, f"name=job_{place}", *overrides], None, multirun=False)
-        launching.launch(plan, dry_run=False)
-        own = [path for path in plan.folder.rglob("*") if path.is_file() and "code" not in path.parts]
+        planned = plan(tmp_path, f"name=job_{place}", *overrides)
+        launching.launch(planned, dry_run=False)
+        own = [path for path in planned.folder.rglob("*") if path.is_file() and "code" not in path.parts]
         assert own and not any("sesame" in path.read_text() or path.stat().st_mode & 0o077 for path in own)
-        head = (plan.folder / "job.sh").read_text().partition("export PYTHONPATH")[0]
-        environment = {} if place else {"WANDB_API_KEY": "sesame"}
-        for env, status in ((environment, 0), ({}, 0 if place else 2)):
+        head = (planned.folder / "job.sh").read_text().partition("export PYTHONPATH")[0]
+        for env, status in (({"WANDB_API_KEY": "sesame"}, 0), ({}, 0 if place else 2)):
             command = ["bash", "-c", head + "\n[[ $WANDB_API_KEY == sesame ]]"]
             assert subprocess.run(command, env=env, check=False, capture_output=True).returncode == status
 
@@ -247,30 +245,24 @@ def test_keys_come_from_the_shell_or_a_private_file_and_are_in_no_file_of_the_jo
     ("apptainer", "/data/train.jsonl", r"mounts=\[/data:/data\]"), ("apptainer", "train.jsonl", None),
     ("pyxis", "/modelsuite/train.jsonl", "container lacks"),
 ])
-def test_every_path_is_looked_for_in_the_containers_mounts(
-    tmp_path, monkeypatch, kind: str, path: str, told: str | None
-):
+def test_every_path_is_looked_for_in_the_containers_mounts(tmp_path, monkeypatch, kind: str, path: str, told):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").touch()
     overrides = [f"cluster.container.kind={kind}", "cluster.container.image=/images/a.sqsh",
                  "cluster.container.mounts=['/shared/m:/models']", f"data.train={path}", "data.test=/models/test.jsonl",
                  "sft.steps=0"]
-    if told is None:
+    with pytest.raises(UserError, match=told) if told else nullcontext():
         assert options(script(tmp_path, *overrides))
-    else:
-        with pytest.raises(UserError, match=told):
-            script(tmp_path, *overrides)
 
 
 @pytest.mark.parametrize(("mount", "override", "told"), [
     (None, [], None), (None, ["data.train=BAD"], 'bad.jsonl:1: has no "question"'),
     (None, ["data.test=/nowhere/x"], None), (None, ["data.test=HERE/x"], "data.test is .*there is no such file"),
-    (None, ["model.path=HERE/x"], "no such folder"), (None, ["sft.steps=1", "data.warmup=BAD"], "bad.jsonl:1: has no"),
+    (None, ["sft.steps=1", "data.warmup=BAD"], "bad.jsonl:1: has no"),
     ("/in", ["data.train=BAD"], 'bad.jsonl:1: has no "question"'), ("/in", ["model.path=HERE/x"], "no such folder"),
 ])
 def test_a_jobs_files_are_checked_where_it_is_submitted_by_its_mounts(
-    tmp_path, tiny_qwen2, mount: str | None, override: list[str], told: str | None
-):
+        tmp_path, tiny_qwen2, mount: str | None, override: list[str], told: str | None):
     (tmp_path / "model").symlink_to(tiny_qwen2)
     write_sums(tmp_path, lambda a, b: False)
     write_rows(tmp_path / "bad.jsonl", [{"query": "1 + 1", "answer": "#### 2"}])
@@ -279,11 +271,8 @@ def test_a_jobs_files_are_checked_where_it_is_submitted_by_its_mounts(
     inside = [one.replace("BAD", "HERE/bad.jsonl").replace("HERE", mount or str(tmp_path)) for one in given]
     container = ["cluster.container.kind=pyxis", "cluster.container.image=/a.sqsh",
                  f"cluster.container.mounts=['{tmp_path}:{mount}']"] if mount else []
-    if told is None:
+    with pytest.raises(UserError, match=told) if told else nullcontext():
         assert options(script(tmp_path, *inside, *container))
-    else:
-        with pytest.raises(UserError, match=told):
-            script(tmp_path, *inside, *container)
 
 
 SLURM = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_PROCID": "5", "SLURM_LOCALID": "1",
@@ -304,8 +293,8 @@ def test_a_run_that_an_earlier_attempt_finished_is_not_trained_again_and_counts_
         tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(control.VARIABLE, str(tmp_path))
     launch, run = tmp_path / "launch", tmp_path / "sweep" / "seed=1"
-    launch.mkdir()
     member = launch / "0.json"
+    (launch / "finished").mkdir(parents=True)
     member.write_text('["train"]')
     member.with_suffix(".yaml").write_text(f"output_dir: {run.parent}\nname: {run.name}\n")
     (launch / "members.json").write_text('{"0": "seed=1", "1": "seed=2"}')
@@ -317,7 +306,6 @@ def test_a_run_that_an_earlier_attempt_finished_is_not_trained_again_and_counts_
         task.main()
     assert not ended.value.code and (tmp_path / control.OUTCOME).read_text() == "finished\n"
     monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
-    (launch / "finished").mkdir()
     (launch / "finished" / "1").touch()  # of an earlier, smaller launch: places have moved since
     capsys.readouterr()
     assert task.report(launch, run.parent) == 1
