@@ -10,16 +10,7 @@ import pytest
 
 from nemo_edo.checks import memory
 from nemo_edo.checks.advice import advise
-from nemo_edo.checks.memory import (
-    Workload,
-    for_estimate,
-    fullest,
-    largest,
-    model_shape,
-    stage_memory,
-    with_rows_that_fit,
-    workloads,
-)
+from nemo_edo.checks.memory import Workload, for_estimate, fullest, model_shape, stage_memory, workloads
 from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig, RunConfig
 from nemo_edo.config.compose import compose_incomplete
 from nemo_edo.config.model_shape import ModelShape
@@ -40,9 +31,9 @@ def test_the_distributed_optimizer_splits_its_state_over_data_and_context_ranks_
     alike = stage_memory(load(ParallelismConfig(context_parallel_size=2), data_parallel=3), 0)
     assert alike.optimizer == 12 * SHAPE.parameters
     assert alike.checkpoint == 14 * SHAPE.parameters  # with the weights in bf16
-    offloaded = load(ParallelismConfig(use_distributed_optimizer=True, optimizer_offload_fraction=0.75))
-    found = stage_memory(offloaded, 0).optimizer, stage_memory(offloaded, 0).host
-    assert found == (3 * SHAPE.parameters, 9 * SHAPE.parameters)
+    parallelism = ParallelismConfig(use_distributed_optimizer=True, optimizer_offload_fraction=0.75)
+    offloaded = stage_memory(load(parallelism), 0)
+    assert (offloaded.optimizer, offloaded.host) == (3 * SHAPE.parameters, 9 * SHAPE.parameters)
 
 
 EXPERTS = replace(SHAPE, num_moe_experts=8, moe_router_topk=2, moe_ffn_hidden_size=48)
@@ -109,8 +100,8 @@ def test_the_overrides_compose_and_give_the_memory_that_is_promised(model: str, 
 @pytest.mark.parametrize(("settings", "processes", "train", "test", "rows"), [
     ([], 1, 1280, 256, 640),  # as many as may be: an evaluation has 30 responses to each problem
     ([], 1, 1280, 4, 640),  # a collection has 128 problems, 10 responses to each
-    (["grpo.problems_per_iteration=5"], 1, 1280, 4, 120), (["grpo.problems_per_iteration=5"], 8, 1280, 4, 15),
-    ([], 1, 4, 1, 40), (["generation.part_size=100"], 2, 1280, 256, 50), ([], 1, math.inf, math.inf, 640),
+    (["grpo.problems_per_iteration=5"], 8, 1280, 4, 15), ([], 1, 4, 1, 40),
+    (["generation.part_size=100"], 2, 1280, 256, 50), ([], 1, math.inf, math.inf, 640),
 ])
 def test_no_more_sequences_are_decoded_at_a_time_than_there_are_responses_to_generate(
         settings, processes, train, test, rows):
@@ -137,8 +128,7 @@ SMOLLM2 = {"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "
 
 @pytest.mark.parametrize(("group", "response", "longest", "settings", "measured"), [
     (4, 128, 202, ["grpo.micro_batch_size=4", "model.seq_length=256"], 5.18),
-    (8, 256, 330, ["grpo.problems_per_iteration=2"], 6.95),
-    (4, 128, 202, ["grpo.micro_batch_tokens=1024"], 5.08),
+    (8, 256, 330, ["grpo.problems_per_iteration=2"], 6.95), (4, 128, 202, ["grpo.micro_batch_tokens=1024"], 5.08),
     (16, 64, 138, ["grpo.micro_batch_size=2", "grpo.problems_per_iteration=8"], 4.20),
 ])
 def test_a_real_models_estimate_is_within_a_third_of_the_peak_that_was_measured_on_a_cpu(
@@ -157,12 +147,12 @@ def test_auto_counts_the_rows_that_have_room_beside_the_weights_and_one_at_least
     shape, known = model_shape(config(*settings)), {"rows": 300}
 
     def rows(limit: int) -> int:
-        return with_rows_that_fit(config(*settings), shape, 8, limit, **known).generation.max_batch_size
+        return memory.with_rows_that_fit(config(*settings), shape, 8, limit, **known).generation.max_batch_size
 
     def needed(number: int) -> int:
         cfg = config(*settings, f"generation.max_batch_size={number}")
-        [memory] = largest(workloads(cfg, shape, 8))[1]
-        return memory.generating
+        [found] = memory.largest(workloads(cfg, shape, 8))[1]
+        return found.generating
 
     assert [rows(needed(number)) for number in (2, 64, 300, 400)] == [2, 64, 300, 300]
     assert [rows(needed(64) - 1), rows(needed(1) - 1), rows(0)] == [63, 1, 1]

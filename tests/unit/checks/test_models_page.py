@@ -61,8 +61,7 @@ def test_twice_the_gpus_train_in_half_the_time_and_generate_in_more_than_half(pl
 def test_the_longest_response_bounds_generation_from_below(plan):
     """With a single response on each server, its steps read the weights, and hardly anything else."""
     alone = replace(plan, samples=plan.server_gpus)
-    weights = 2 * plan.shape.parameters
-    steps = plan.longest * weights / (GPU_BANDWIDTH * 0.45)
+    steps = plan.longest * 2 * plan.shape.parameters / (GPU_BANDWIDTH * 0.45)
     assert generation_seconds(alone) == pytest.approx(steps, rel=0.05)
 
 

@@ -4,31 +4,18 @@ import itertools
 import json
 import warnings
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from helpers.one_run import evaluation
 from helpers.scripted_engine import ScriptedEngine
-from helpers.scripted_evaluation import (
-    MAX_NEW_TOKENS,
-    PROBLEMS,
-    ROLLOUTS,
-    SAMPLES,
-    Engine,
-    evaluate,
-)
+from helpers.scripted_evaluation import MAX_NEW_TOKENS, PROBLEMS, ROLLOUTS, SAMPLES, Engine, evaluate
 
 from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.evaluator import Tuning
-from nemo_edo.evaluation.results import (
-    Evaluation,
-    load_evaluation,
-    metric_name,
-    newly_solved_and_lost,
-)
+from nemo_edo.evaluation.results import Evaluation, load_evaluation, metric_name, newly_solved_and_lost
 from nemo_edo.metrics import distinct_n
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.types import Problem
@@ -189,19 +176,16 @@ def test_means_are_of_what_was_measured_with_their_intervals():
     assert np.isnan(found.mean("entropy")) and np.isnan(found.mean("kl"))
 
 
-def written(folder: Path, record: dict) -> Path:
-    (folder / "a.json").write_text(json.dumps(record))
-    return folder / "a.json"
-
-
 @pytest.mark.parametrize("change", [
     {"sum": [1.0]}, {"sum": [None] * 2}, {"sum": ["x"] * 2}, {"count": [-1] * 2}, {"sum": [float("nan"), 1.0]}])
 def test_an_evaluation_is_read_back_as_written_and_malformed_numbers_of_problems_are_named(tmp_path, change):
-    record = evaluation("a", 2, accuracy=[0, 1]).record()
-    assert load_evaluation(written(tmp_path, record)).record() == record
+    path, record = tmp_path / "a.json", evaluation("a", 2, accuracy=[0, 1]).record()
+    path.write_text(json.dumps(record))
+    assert load_evaluation(path).record() == record
     record["metrics"]["accuracy"] |= change
+    path.write_text(json.dumps(record))
     with pytest.raises(UserError, match="a.json: "):
-        load_evaluation(written(tmp_path, record))
+        load_evaluation(path)
 
 
 def test_newly_solved_and_lost_count_full_rewards_that_came_and_went_problem_by_problem():

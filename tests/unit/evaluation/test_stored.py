@@ -1,9 +1,9 @@
 """Metrics computed from stored responses equal those of the evaluation that generated them; curves match theirs."""
 
 import dataclasses
-import itertools
 import random
 from dataclasses import replace
+from itertools import combinations, permutations, product
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def evaluated(tmp_path_factory):
     return evaluate(tmp_path_factory.mktemp("run"))
 
 
-def stored(greedy, sampled, scores=None, each: int = SAMPLES, seed: int = 0):
+def stored(greedy, sampled, scores=None, *, each=SAMPLES, seed=0):
     return analyse("arm", greedy, sampled, scores or {}, each=each, subsets=300, seed=seed)
 
 
@@ -209,15 +209,6 @@ WEIGHTED = st.lists(
 )
 
 
-def subsets(n: int, k: int) -> list[tuple[int, ...]]:
-    return list(itertools.combinations(range(n), k))
-
-
-def all_circles(n: int) -> np.ndarray:
-    """Every order, so that the estimate is the expectation itself."""
-    return np.array(list(itertools.permutations(range(n))))
-
-
 def vote_of(answers, weights, places) -> float:
     """The expected score of a weighted vote, ties broken at random, from the definition."""
     totals: dict[str, float] = {}
@@ -238,7 +229,8 @@ def test_best_of_k_is_the_mean_over_all_subsets_with_ties_averaged(pairs):
         tied = [rewards[p] for p in places if scores[p] == highest]
         return sum(tied) / len(tied)
 
-    expected = [np.mean([best(places) for places in subsets(len(pairs), k)]) for k in range(1, len(pairs) + 1)]
+    n = len(pairs)
+    expected = [np.mean([best(places) for places in combinations(range(n), k)]) for k in range(1, n + 1)]
     np.testing.assert_allclose(best_of_curve(scores, rewards), expected, atol=1e-12)
 
 
@@ -248,12 +240,13 @@ def test_votes_over_all_circles_are_the_mean_over_all_subsets(pairs):
     answers, weights = [a for a, _ in pairs], [w for _, w in pairs]
     n, right = len(pairs), [answer == "right" for answer in answers]
     plain, weighted = (
-        [np.mean([score(places) for places in subsets(n, k)]) for k in range(1, n + 1)]
+        [np.mean([score(places) for places in combinations(range(n), k)]) for k in range(1, n + 1)]
         for score in (lambda places: expected_vote_score([answers[p] for p in places], "right"),
                       lambda places: vote_of(answers, weights, places))
     )
-    np.testing.assert_allclose(vote_curve(answers, right, all_circles(n)), plain, atol=1e-12)
-    np.testing.assert_allclose(vote_curve(answers, right, all_circles(n), weights), weighted, atol=1e-9)
+    circles = np.array([*permutations(range(n))])  # every order, so that the estimate is the expectation itself
+    np.testing.assert_allclose(vote_curve(answers, right, circles), plain, atol=1e-12)
+    np.testing.assert_allclose(vote_curve(answers, right, circles, weights), weighted, atol=1e-9)
 
 
 def test_the_estimate_of_64_responses_is_within_its_error_of_the_exact_vote():
@@ -272,17 +265,16 @@ NAMES = ("test-10", "test-2", "test-3")
 
 def responses() -> list[ScoredRollout]:
     rng, found = random.Random(0), []
-    for problem in NAMES:
-        for sample in range(SAMPLES):
-            ids = tuple(rng.choices(range(50), k=rng.randint(1, 6)))
-            logprobs = tuple(-rng.randint(0, 64) / 16 for _ in ids)  # whole in float32
-            right = rng.random() < 0.5
-            found.append(scored(problem, sample, ids, float(right), answer="2" if right else None,
-                                well_formed=sample % 2 == 0, response_logprobs=logprobs))
+    for problem, sample in product(NAMES, range(SAMPLES)):
+        ids = tuple(rng.choices(range(50), k=rng.randint(1, 6)))
+        logprobs = tuple(-rng.randint(0, 64) / 16 for _ in ids)  # whole in float32
+        right = rng.random() < 0.5
+        found.append(scored(problem, sample, ids, float(right), answer="2" if right else None,
+                            well_formed=sample % 2 == 0, response_logprobs=logprobs))
     return found
 
 
-def read(tmp_path, written):
+def read(tmp_path, written) -> Samples:
     RolloutStore(tmp_path).write(3, written)
     return read_samples(RolloutStore(tmp_path), 3)
 
@@ -295,15 +287,15 @@ def test_arrays_hold_what_the_records_hold_in_the_order_of_samples_and_so_do_sco
         np.testing.assert_array_equal(getattr(samples, name), getattr(direct, name))
     assert samples.problems == direct.problems == NAMES  # as generated, not sorted
     names = ("rewards", "answers", "well_formed", "lengths", "logprobs")
-    assert [[getattr(samples, name).ravel()[i] for name in names] for i in range(len(written))] == [
-        [s.reward, s.answer, s.well_formed, len(s.rollout.response_ids), sum(s.rollout.response_logprobs)]
+    assert [*zip(*(getattr(samples, name).flat for name in names), strict=True)] == [
+        (s.reward, s.answer, s.well_formed, len(s.rollout.response_ids), sum(s.rollout.response_logprobs))
         for s in written]
     tokens = [tuple(ids.tolist()) for ids in samples.tokens.flat]
     assert tokens == [tuple(one.rollout.response_ids) for one in written]
     assert samples.has_verdict.all() and (samples.rules == -1).all()
     assert samples.checksum == rollouts_checksum(written)
     scores = {(problem, sample): StepScores((float(place), 0.5))
-              for place, (problem, sample) in enumerate(itertools.product(NAMES, range(SAMPLES)))}
+              for place, (problem, sample) in enumerate(product(NAMES, range(SAMPLES)))}
     steps = samples.steps(dict(reversed(scores.items())))
     assert np.array(steps)[:, :, 0].ravel().tolist() == list(range(len(written)))
     del scores["test-2", 3]

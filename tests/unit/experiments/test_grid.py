@@ -23,11 +23,6 @@ folder, name = pathlib.Path(sys.argv[1]), sys.argv[2]
 run = folder / name
 print("says", name, os.environ.get("OMP_NUM_THREADS"), "adopts" if (run / "journal.json").exists() else "", flush=True)
 (folder / f"{name}.started").touch()
-def wait(until):
-    deadline = time.monotonic() + 20
-    while not until() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return until()
 def note(journal):
     (run / "new").write_text(json.dumps(journal))
     (run / "new").replace(run / "journal.json")
@@ -35,8 +30,6 @@ if "slow" in name:
     time.sleep(60)
 if "fails" in name:
     sys.exit(3)
-if "wait" in name and not wait(lambda: len(list(folder.glob("wait*.started"))) == 2):
-    sys.exit(1)
 run.mkdir(exist_ok=True)
 (run / "config.yaml").write_text("seed: 2" if "other" in name else sys.argv[3].replace("null", "48"))
 if "warm" in name and not (run / "journal.json").exists():
@@ -44,7 +37,9 @@ if "warm" in name and not (run / "journal.json").exists():
     (run / "checkpoints" / "warmup" / "weights").write_text("trained")
     (run / "metrics.jsonl").write_text("of the warm-up, guard lines too\\nof an arm\\n")
     note({"files": {}, "warmup": {"metrics_bytes": 32, "evaluated_again": "again" in name}, "arm": {}})
-    wait(lambda: len(list(folder.glob("warm*.started"))) >= 2)  # while this one still runs
+    deadline = time.monotonic() + 20
+    while len(list(folder.glob("warm*.started"))) < 2 and time.monotonic() < deadline:  # while this one still runs
+        time.sleep(0.01)
 if "warm" in name:
     note({"files": {}, "warmup": {"evaluated_again": "again" in name}, "report": {}})
 (run / "summary.json").touch()

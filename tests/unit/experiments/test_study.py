@@ -17,10 +17,11 @@ from nemo_edo.experiments.study import changed_cells, cpu_hours_left, read_study
 from nemo_edo.experiments.study_table import COLUMNS, append_rows, cell_of, config_digest, last_rows, read_rows
 from nemo_edo.run_folder import RunFolder
 
+SUMS = {"sums": {"config": "study/sums"}}
 SETTINGS = {
     "name": "two",
     "seeds": [1, 2],
-    "tasks": {"sums": {"config": "study/sums"}, "gcd": {"config": "study/gcd", "settings": ["grpo.iterations=2"]}},
+    "tasks": {**SUMS, "gcd": {"config": "study/gcd", "settings": ["grpo.iterations=2"]}},
     "arms": {
         "grpo": {},
         "clip_higher": {"arm": "grpo", "dose": "clip_high", "doses": [0.28, 0.4]},
@@ -28,9 +29,6 @@ SETTINGS = {
                    "dose": "log_ratio_floor", "doses": [-0.2]},
     },
 }
-
-
-ONE_TASK = {"sums": {"config": "study/sums"}}
 
 
 @pytest.fixture
@@ -67,7 +65,7 @@ def test_cells_are_every_combination_seeds_outermost_and_each_composes_to_its_do
 
 
 def test_seeds_take_the_warm_ups_in_turn_and_train_with_their_own_samples(written):
-    study = written(seeds=[1, 2, 3], warm_up_seeds=[101, 102], arms={"grpo": {}}, tasks=ONE_TASK)
+    study = written(seeds=[1, 2, 3], warm_up_seeds=[101, 102], arms={"grpo": {}}, tasks=SUMS)
     assert [(cell.seed, cell.cfg.seed, training_seed(cell.cfg)) for cell in study.cells] == [
         (1, 101, 1), (2, 102, 2), (3, 101, 3)]
     assert [cell.seed for cell in study.left() if cell.arm == "warmup"] == [101, 102]
@@ -84,7 +82,7 @@ def test_seeds_take_the_warm_ups_in_turn_and_train_with_their_own_samples(writte
     ({"arms": {"grpo": {"dose": "clip_high", "doses": [0.1, 0.1]}}}, "expected different numbers"),
     ({"baselines": ["grop"]}, "baselines has 'grop', which is no arm; did you mean grpo"),
     ({"arms": {"grpo": {"first_seeds": 3}}}, "arms.grpo.first_seeds is 3, expected at most the 2 of seeds"),
-    ({"seeds": [1, 1]}, "seeds is .1, 1."), ({"seeds": [-1]}, "of at least 0"), ({"seeds": [True]}, "seeds"),
+    ({"seeds": [1, 1]}, "seeds is .1, 1."), ({"seeds": [-1]}, "of at least 0"),
     ({"held_out": True, "arms": {"grpo": {}}, "baselines": ["grpo"]}, "and an arm that is none"),
     ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "x": {"dose": "alpha", "doses": [0.1, 0.2]}}},
      "arms.x.doses is .0.1, 0.2."),
@@ -133,7 +131,7 @@ def test_a_finished_cell_is_one_that_the_table_has_whatever_folders_there_are(wr
 
 
 def test_cells_whose_settings_have_changed_since_are_named(written):
-    study = written(seeds=[1], tasks={"sums": SETTINGS["tasks"]["sums"]}, arms={"grpo": {}})
+    study = written(seeds=[1], tasks=SUMS, arms={"grpo": {}})
     rows = [row(cell, config=config_digest(cell.cfg)) for cell in study.cells]
     append_rows(study.table, rows)
     assert changed_cells(study) == []
