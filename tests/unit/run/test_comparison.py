@@ -10,17 +10,18 @@ import torch
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data import model_folder
+from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.run import comparison
+from nemo_edo.run.build import Builder
 from nemo_edo.run.comparison import logprobs
+from nemo_edo.run_folder import RunFolder
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 IDS = comparison.tokens(130, 64)
 
 
 def megatrons(tiny, folder, dtype):
-    from nemo_edo.data.shares import MicroBatching
-
     policy = tiny.build_policy(folder, dtype=dtype)
     return tiny.logprobs(policy, comparison.batch(IDS), micro_batching=MicroBatching(2), temperature=1.0)[0]
 
@@ -69,9 +70,6 @@ def test_a_truncated_copy_divides_over_the_stages(tiny, tmp_path):
 
 
 def test_a_run_compares_once_and_only_a_model_that_it_reads(tiny, tmp_path, monkeypatch):
-    from nemo_edo.run.build import Builder
-    from nemo_edo.run_folder import RunFolder
-
     asked = []
     monkeypatch.setattr("nemo_edo.run.build.FolderComparison", lambda *given: asked.append(given))
     path, run = tiny.write_tiny_model(tmp_path / "model"), RunFolder(tmp_path)

@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,8 +23,7 @@ from nemo_edo.data.model_folder import check_files
 from nemo_edo.data.problems import load_problems
 from nemo_edo.data.tokenizer import load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
-from nemo_edo.report.run_folders import find_runs
-from nemo_edo.report.run_set import read_run, read_runs
+from nemo_edo.report.run_set import read_run
 from nemo_edo.reward_models.formats import load_format, read_reward_folder
 from nemo_edo.rewards.judge import JudgeCache, Reply
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore, StepScores
@@ -72,7 +71,6 @@ def place(tmp_path_factory) -> Path:
         (folder / "config" / name).write_text(config)
     reported = write_run_folder(folder / "reported", arms=("grpo",), iterations=3, problems=4)
     RunFolder(reported).write_json("test_time/grpo.json", json.loads((reported / "evaluations/grpo.json").read_text()))
-    shutil.copytree(reported, folder / "sweep" / "one")
     log = MetricsLog(folder / "metrics.jsonl", lambda *_: None)
     for step in range(9):
         log("train_step", arm="grpo", step=step, loss=0.5)
@@ -89,19 +87,12 @@ def place(tmp_path_factory) -> Path:
     write_batch(random_batch(), {"metrics": {}}, folder / "batch.safetensors")
     ScoreStore(folder / "scores").write(
         "sampled", {("p", n): StepScores((0.5,) * 9) for n in range(9)}, rollouts="x", made_by="y")
-    SearchStore(folder / "search", {"name": "x"}).write([searched(n) for n in range(9)])
-    cache = JudgeCache(folder / "judge.sqlite")
-    for n in range(99):
-        cache.put(f"{n}", Reply(True, "verdict: correct" * 9, 1, 1))
-    cache.close()
+    SearchStore(folder / "search", {"name": "x"}).write([
+        SearchRecord(f"p{n}", 1.0, "2", True, "right", True, True, 0.5, "1 + 1 = 2", 5, 9, 3, 3, 2) for n in range(9)])
+    with closing(JudgeCache(folder / "judge.sqlite")) as cache:
+        for n in range(99):
+            cache.put(f"{n}", Reply(True, "verdict: correct" * 9, 1, 1))
     return folder
-
-
-def searched(number: int) -> SearchRecord:
-    return SearchRecord(f"p{number}", 1.0, "2", True, "right", True, True, 0.5, "1 + 1 = 2", 5, 9, 3, 3, 2)
-
-
-# --- what reads them ----------------------------------------------------------------------------------------------
 
 
 def resume(folder: Path) -> None:
@@ -117,15 +108,8 @@ def cut_metrics(folder: Path) -> None:
 
 def ask_cache(folder: Path) -> list[bool | None]:
     """The verdicts; damage in a reply's text, which nothing reads, leaves them the same."""
-    cache = JudgeCache(folder / "judge.sqlite")
-    try:
+    with closing(JudgeCache(folder / "judge.sqlite")) as cache:
         return [cache.get(f"{number}") for number in range(99)]
-    finally:
-        cache.close()
-
-
-def problems(name: str) -> Callable[[Path], object]:
-    return lambda folder: load_problems(folder / name, DataConfig())
 
 
 def model(folder: Path) -> None:
@@ -138,10 +122,6 @@ def reported(folder: Path) -> None:
     read_run(folder / "reported")
 
 
-def stored(folder: Path) -> None:
-    evaluate_stored([folder / "run"], None, ["evaluation.samples=5"])
-
-
 def reward_model(folder: Path) -> None:
     load_format(read_reward_folder(folder / "reward"))
 
@@ -151,7 +131,8 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "run/config.yaml": (lambda folder: open_run(folder / "run"), "half"),
     "run/journal.json": (lambda folder: RunFolder(folder / "run").journal(), "missing"),
     "run/samples/grpo.json": (lambda folder: read_object(folder / "run/samples/grpo.json", ()), ""),
-    "run/evaluations/grpo/sampled/iter_00001/rank_0_of_1.parquet": (stored, ""),
+    "run/evaluations/grpo/sampled/iter_00001/rank_0_of_1.parquet": (
+        lambda folder: evaluate_stored([folder / "run"], None, ["evaluation.samples=5"]), ""),
     "metrics.jsonl": (cut_metrics, ""),
     "reported/config.yaml": (reported, "half"),
     "reported/summary.json": (reported, ""),
@@ -159,12 +140,11 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "reported/samples.json": (reported, ""),
     "reported/evaluations/grpo.json": (reported, ""),
     "reported/test_time/grpo.json": (reported, "missing, a folder"),
-    "sweep/one/summary.json": (lambda folder: read_runs(find_runs([str(folder / "sweep")])), ""),
     "rollouts/iter_00000/rank_0_of_1.parquet": (lambda folder: RolloutStore(folder / "rollouts").read(0), ""),
     "parts/iter_00000/parts/part_00000.parquet": (
         lambda folder: RolloutStore(folder / "parts").stored(0), "missing, a folder"),
-    "problems.jsonl": (problems("problems.jsonl"), ""),
-    "problems.parquet": (problems("problems.parquet"), ""),
+    "problems.jsonl": (lambda folder: load_problems(folder / "problems.jsonl", DataConfig()), ""),
+    "problems.parquet": (lambda folder: load_problems(folder / "problems.parquet", DataConfig()), ""),
     "model/config.json": (model, ""),
     "model/generation_config.json": (model, "missing, a folder"),
     "model/tokenizer.json": (model, ""),

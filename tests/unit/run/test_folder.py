@@ -23,7 +23,6 @@ from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run_folder import NEW, REPLACEMENT, NewEvaluations, RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
-
 ONE = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
 
 
@@ -173,14 +172,12 @@ def test_settings_that_change_no_number_but_by_rounding_may_change_and_are_writt
 ])
 def test_a_folder_of_another_config_is_refused_with_the_first_key_and_both_values(tmp_path: Path, there, here, told):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(there, sort_keys=False))
-    refused = pytest.raises(UserError, match=f"{tmp_path}.*{re.escape(told)}") if told else nullcontext()
-    with refused:
+    with pytest.raises(UserError, match=f"{tmp_path}.*{re.escape(told)}") if told else nullcontext():
         RunFolder(tmp_path).check_free(yaml.safe_dump(here, sort_keys=False))
 
 
 @pytest.mark.parametrize(("name", "content", "told"), [
-    *[("a/config.yaml", content, "a/config.yaml: ")
-      for content in (b"just a text", b"a: [", b"\xff\xfe", b"")],
+    *[("a/config.yaml", content, "a/config.yaml: ") for content in (b"just a text", b"a: [", b"\xff\xfe", b"")],
     ("a/thesis.tex", b"do not lose me", "a.* has no config.yaml"),
     ("a", b"a file", "a is a file"),
 ])

@@ -70,8 +70,7 @@ OF_THE_END = {
 @pytest.mark.parametrize("damage", [Path.unlink, lambda path: os.truncate(path, 0)])
 @pytest.mark.parametrize("place", PLACES)
 def test_what_an_arm_has_left_and_is_lost_is_named_wherever_the_run_resumes(
-    whole: Path, tmp_path, recwarn, place: str, damage
-):
+        whole: Path, tmp_path, recwarn, place: str, damage):
     check, where, is_end = PLACES[place]
     path = shutil.copytree(whole, tmp_path / "run")
     check(*kept(path), "grpo", **where)
@@ -96,9 +95,8 @@ def test_what_an_arm_has_left_and_is_lost_is_named_wherever_the_run_resumes(
 def test_rollouts_that_the_exploration_term_will_run_over_are_needed(whole: Path, tmp_path, samples, place, is_needed):
     path = shutil.copytree(whole, tmp_path / "run")
     (path / "rollouts/grpo/iter_00000/rank_0_of_1.parquet").unlink()
-    expected = pytest.raises(UserError, match="the exploration term runs over it; restore it") if is_needed else (
-        pytest.warns(UserWarning, match="iter_00000.* is missing or damaged; training and results no longer need it"))
-    with expected:
+    with pytest.raises(UserError, match="the exploration term runs over it; restore it") if is_needed else (
+            pytest.warns(UserWarning, match="iter_00000.* is missing or damaged; training and results no longer need")):
         check_arm(*kept(path, exploration_samples=samples), "grpo", **place)
 
 

@@ -10,17 +10,17 @@ from nemo_edo.errors import UserError
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 
 
-@pytest.fixture
-def log(tmp_path: Path):
-    return open_log(tmp_path)
-
-
 def open_log(folder: Path) -> MetricsLog:
     """Its ``sent`` is what the loggers got: [(numbers, step)]."""
     sent = []
     log = MetricsLog(folder / "metrics.jsonl", lambda numbers, step: sent.append((numbers, step)))
     log.sent = sent
     return log
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    return open_log(tmp_path)
 
 
 def lines(tmp_path: Path) -> list[dict]:
@@ -86,22 +86,13 @@ def test_a_warm_ups_step_whose_loss_is_not_finite_has_a_line_too(capsys):
     assert capsys.readouterr().out == "[1/2] warmup 2/4 loss -\n"
 
 
-NAME = "ed_grpo_with_a_floor_and_a_very_long_name"
-
-
 def collection(iteration: int) -> dict:
     return {"iteration": iteration, "reward": 0.644, "kl": 0.0804, "entropy": 0.26, "response_length": 21.2, "lag": 0}
 
 
-def evaluation(iteration: int, *, final: bool = True) -> dict:
-    metrics = {name: {"mean": mean} for name, mean in (("greedy_accuracy", 0.71), ("vote@4", 0.7), ("vote@10", 0.8),
-                                                       ("pass@10", 1.0), ("distinct_4", 0.44), ("entropy", 0.31))}
-    return {"iteration": iteration, "final": final, "metrics": metrics, "evaluation_s": 6.0}
-
-
 def test_an_iterations_line_has_the_samples_numbers_and_the_time_left_of_arm_and_run(capsys):
     now = 0.0
-    console = RunConsole({"warmup": 600, "grpo": 15, NAME: 15}, lambda: now)
+    console = RunConsole({"warmup": 600, "grpo": 15, "ed_grpo": 15}, lambda: now)
     console.begin("grpo")
     for iteration in range(9):
         now = 2.0 * iteration
@@ -111,9 +102,11 @@ def test_an_iterations_line_has_the_samples_numbers_and_the_time_left_of_arm_and
     assert lines[0] == "[2/3] grpo 1/15 reward .64 KL .08 H .26 len 21"
     # 8 iterations took 2 s each: 7 are left of this arm, and 15 of the other.
     assert lines[-1] == "[2/3] grpo 9/15 reward .64 KL .08 H .26 len 21 2.0 s/it left 0:14 run ~0:44"
-    console("evaluation", evaluation(15))
+    means = {"greedy_accuracy": 0.71, "vote@4": 0.7, "vote@10": 0.8, "pass@10": 1, "distinct_4": 0.44, "entropy": 0.31}
+    metrics = {name: {"mean": mean} for name, mean in means.items()}
+    console("evaluation", {"iteration": 15, "final": True, "metrics": metrics, "evaluation_s": 6.0})
     assert capsys.readouterr().out == "[2/3] grpo after 15: greedy .71 vote@10 .80 pass@10 1.0 dist-4 .44 H .31\n"
-    console.begin(NAME)  # each arm ends with an evaluation
+    console.begin("ed_grpo")  # each arm ends with an evaluation
     for iteration in (3, 4):  # a resumed arm
         now += 2.0
         console("collection", collection(iteration))

@@ -35,8 +35,7 @@ def card(folder: Path, **changes) -> ModelCard:
         data=DataConfig(train="math", test="other"))
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    adapter, policy = changes.get("adapter", False), changes.get("policy", "grpo")
-    write_card(out, StoredRun(run, cfg), policy, name="mine", adapter=adapter)
+    write_card(out, StoredRun(run, cfg), changes.get("policy", "grpo"), name="mine", adapter="adapter" in changes)
     return ModelCard.load(out / "README.md")
 
 

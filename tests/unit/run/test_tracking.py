@@ -17,13 +17,9 @@ from nemo_edo.types import Problem
 from nemo_edo.utils.files import read_object
 
 
-def trainer(*loggers) -> SimpleNamespace:
-    return SimpleNamespace(loggers=loggers)
-
-
 def test_numbers_reach_every_logger_at_their_step_without_an_at_sign():
     loggers = [mock.Mock(), mock.Mock()]
-    log_numbers(trainer(*loggers))({"grpo/collection/pass@4": 0.5, "grpo/collection/kl": 1.0}, 7)
+    log_numbers(SimpleNamespace(loggers=loggers))({"grpo/collection/pass@4": 0.5, "grpo/collection/kl": 1.0}, 7)
     for logger in loggers:
         expected = {"grpo/collection/pass_at_4": 0.5, "grpo/collection/kl": 1.0}
         logger.log_metrics.assert_called_once_with(expected, step=7)
@@ -34,11 +30,12 @@ def test_a_full_disk_under_tensorboard_is_the_systems_error_with_its_folder_and_
     tmp_path: Path, monkeypatch, method
 ):
     logger = TensorBoardLogger(str(tmp_path), name="", version="")
+    trainer = SimpleNamespace(loggers=[logger])
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # its writing thread's: of no file
     monkeypatch.setattr(logger.experiment, method, mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left") as raised:
-        log_numbers(trainer(logger))({"grpo/collection/kl": 1.0}, 7)
-        log_solutions(trainer(logger), [Problem("p", "q", "s", "2", "f:1")], [scored("p")], "grpo", 3)
+        log_numbers(trainer)({"grpo/collection/kl": 1.0}, 7)
+        log_solutions(trainer, [Problem("p", "q", "s", "2", "f:1")], [scored("p")], "grpo", 3)
     assert (raised.value.errno, Path(raised.value.filename)) == (errno.ENOSPC, tmp_path)
 
 
@@ -59,17 +56,15 @@ def test_a_resumed_run_has_the_id_in_wandb_that_it_began_with(tmp_path: Path, mo
 def test_mlflow_is_told_how_a_run_ended_and_other_loggers_are_left_alone(
     monkeypatch, capsys, finished: bool, status: str
 ):
-    class Away(Exception):
-        pass
-
-    monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=Away))
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", SimpleNamespace(MlflowException=LookupError))
     client = mock.Mock()
     monkeypatch.setattr(MLFlowLogger, "experiment", client)
     monkeypatch.setattr(MLFlowLogger, "run_id", "r1")
-    end_tracking(trainer(mock.Mock(), MLFlowLogger.__new__(MLFlowLogger)), finished=finished)
+    trainer = SimpleNamespace(loggers=[mock.Mock(), MLFlowLogger.__new__(MLFlowLogger)])
+    end_tracking(trainer, finished=finished)
     assert client.mock_calls == [mock.call.set_terminated("r1", status)]
-    client.set_terminated.side_effect = Away("no route to host")  # a finished run stays one
-    end_tracking(trainer(MLFlowLogger.__new__(MLFlowLogger)), finished=finished)
+    client.set_terminated.side_effect = LookupError("no route to host")  # a finished run stays one
+    end_tracking(trainer, finished=finished)
     assert "no route to host" in capsys.readouterr().err
 
 
