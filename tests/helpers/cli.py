@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from helpers.forked import Child
@@ -35,12 +35,14 @@ class Cli:
     """Runs commands in forked processes."""
 
     def __call__(
-        self, *arguments: str, cwd: Path | None = None, before: Sequence[Call] = (), limit_s: float = 500.0
+        self, *arguments: str, cwd: Path | None = None, before: Sequence[Call] = (), limit_s: float = 500.0,
+        imported_under: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """before: what the command's process calls first. A signal that ends it is a negative ``returncode``."""
+        """before: what the command's process calls first; imported_under: as for ``Child``. A signal that ends it is a
+        negative ``returncode``."""
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
-            child = Child(run, arguments, before, output=out, errors=err, cwd=cwd)
+            child = Child(run, arguments, before, output=out, errors=err, cwd=cwd, imported_under=imported_under)
             status = None
             try:
                 status = child.wait(limit_s)

@@ -12,12 +12,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 FORK = multiprocessing.get_context("forkserver")
-FORK.set_forkserver_preload(["helpers.preloaded"])
-NEW = multiprocessing.get_context("spawn")
-"""For processes that import everything anew, under another environment."""
+_servers: dict[frozenset, forkserver.ForkServer] = {}
+"""By the environment variables, besides this process's, that they have imported everything under."""
 _lock = threading.Lock()
 """multiprocessing polls the processes of other threads as it starts one, and whoever polls second loses the status."""
 
@@ -27,14 +28,20 @@ class Child:
 
     def __init__(
         self, function: Callable[..., int], *arguments: object, output: str | Path, errors: str | Path | None = None,
-        cwd: Path | None = None, environment: Mapping[str, str] | None = None, context=FORK,
+        cwd: Path | None = None, environment: Mapping[str, str] | None = None,
+        imported_under: Mapping[str, str] | None = None,
     ) -> None:
-        """output, errors: files to append to; environment: additions to this process's."""
+        """output, errors: files to append to; environment: additions to this process's; imported_under: those that
+        are there before anything is imported."""
         files = str(output), str(errors or output)
         run = function, arguments, files, cwd or Path.cwd(), dict(environment or {})
-        self._process = context.Process(target=_run, args=run)
-        with _lock:
-            self._process.start()
+        self._process = FORK.Process(target=_run, args=run)
+        variables = dict(imported_under or {})
+        with _lock, mock.patch.dict(os.environ, variables):  # with which a server starts
+            server = _servers.setdefault(frozenset(variables.items()), forkserver.ForkServer())
+            server.set_forkserver_preload(["helpers.preloaded"])
+            with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                self._process.start()
         self.pid = self._process.pid
 
     def wait(self, limit_s: float = 0.0) -> int | None:
@@ -65,6 +72,7 @@ def _run(function: Callable, arguments: tuple, files: tuple[str, str], cwd: Path
             os.dup2(file.fileno(), standard)
     os.environ.update(environment)
     os.chdir(cwd)
+    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)  # multiprocessing has put the parent's path in its place
     status: int | str | None = 1
     try:
         status = function(*arguments)

@@ -19,9 +19,8 @@ import traceback
 from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from unittest import mock
 
-from helpers.forked import FORK, NEW, Child
+from helpers.forked import FORK, Child
 from helpers.ports import free_ports
 
 MEETING_S = 300.0
@@ -34,8 +33,8 @@ class CaseFailed(AssertionError):
 
 
 class WorkerPool:
-    """``world_size`` ranks; use as a context manager. ``environment``: of new processes that run all cases, which
-    saves each the first use of Megatron; they must leave it as they found it."""
+    """``world_size`` ranks; use as a context manager. ``environment``: that of ranks which run all cases, to save each
+    the first use of Megatron; they must leave it as they found it."""
 
     def __init__(self, world_size: int, *, environment: Mapping[str, str] | None = None) -> None:
         self.world_size, self._environment = world_size, environment
@@ -90,15 +89,14 @@ class WorkerPool:
         return results, failures
 
     def _start(self) -> None:
-        environment, [port] = dict(self._environment or {}), free_ports(1)
-        with mock.patch.dict(os.environ, environment):  # a new interpreter reads it as it starts
-            for rank in range(self.world_size):
-                ours, theirs = FORK.Pipe()
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
-                context = FORK if self._environment is None else NEW
-                child = Child(_serve, theirs, port, output=self._output.name, environment=place, context=context)
-                theirs.close()
-                self._ranks.append((child, ours))
+        [port] = free_ports(1)
+        for rank in range(self.world_size):
+            ours, theirs = FORK.Pipe()
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
+            child = Child(_serve, theirs, port, output=self._output.name, environment=place,
+                          imported_under=self._environment)
+            theirs.close()
+            self._ranks.append((child, ours))
 
     def _stop(self) -> None:
         for child, pipe in self._ranks:
@@ -109,7 +107,6 @@ class WorkerPool:
 
 def _serve(pipe: Connection, port: int) -> int:
     """On a rank: runs cases until the pool's process closes its end."""
-    sys.path[:0] = os.environ["PYTHONPATH"].split(os.pathsep)  # multiprocessing has put the parent's path in its place
     import torch
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

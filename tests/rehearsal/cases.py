@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from helpers import tiny_models
 from helpers.tiny_models import over, step
@@ -116,6 +117,14 @@ def moved_reference(model, rows: TrainingBatch) -> dict:
     moved = over(model).reference_logprobs(rows)
     model.move_reference("previous", 0.5)
     return {"ema": moved, "previous": over(model).reference_logprobs(rows)}
+
+
+def in_precision(folder: Path, precision: str, length: int, rows: int) -> np.ndarray:
+    """Log-probabilities and entropies as the selftest measures them, of its first rows."""
+    from nemo_edo.checks import numbers
+
+    model = numbers.build(folder, numbers.SameNumbers(precision))
+    return torch.stack(over(model).logprobs(numbers.batch(length).rows(slice(rows)))).numpy()
 
 
 def sampled(folder: Path, stop: tuple[str, ...] = (), **how) -> dict:

@@ -3,19 +3,17 @@ checkpoints, guards, precisions and whole runs, against the CPU. One file, so th
 
 import json
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.forked import Child
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
-from nemo_edo.checks.numbers import BOUNDS, LLAMA, TF32_ERROR, SameNumbers, of_transformers, write_model
+from nemo_edo.checks.numbers import BOUNDS, LLAMA, TF32_ERROR, of_transformers, write_model
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 
 from .cases import TRAINING
@@ -137,14 +135,15 @@ def test_several_processes_have_the_steps_of_one_cpu(request, on_cpu, models, ca
 
 @pytest.mark.parametrize("tf32", [False, True])
 def test_fp32_products_are_tf32s_where_the_config_allows_it(gpu, tf32, tmp_path):
-    """Of Transformer Engine, which asks for TF32 always; and a step is within the bounds of its arithmetic."""
+    """Of Transformer Engine, which asks for TF32 always; and log-probabilities are within the bounds of their
+    arithmetic."""
     [errors] = gpu.run("nemo_edo.checks.numbers:errors_of_products", precision=PrecisionConfig(tf32=tf32))
     assert (errors["Transformer Engine"] > TF32_ERROR) == tf32
     write_model(tmp_path / LLAMA)
-    length = 56  # short: the kernels run in Triton's interpreter
-    step = SameNumbers("tf32" if tf32 else "fp32", length=length)
-    [found] = gpu.run("nemo_edo.checks.numbers:measure", folder=tmp_path / LLAMA, step=step, save=None, load=None)
-    far = float(np.abs(found.values - of_transformers(tmp_path / LLAMA, length)).max())
+    length, rows = 50, 4  # few tokens: the kernels run in Triton's interpreter
+    [found] = gpu.run(f"{CASES}:in_precision", folder=tmp_path / LLAMA, precision="tf32" if tf32 else "fp32",
+                      length=length, rows=rows)
+    far = float(np.abs(found - of_transformers(tmp_path / LLAMA, length)[:, :rows]).max())
     low, high = (BOUNDS["fp32"].values, BOUNDS["tf32"].values) if tf32 else (0.0, BOUNDS["fp32"].values)
     assert low < far < high
 
@@ -252,21 +251,19 @@ def test_training_follows_decoding_in_one_process(gpu, models):
 
 
 RUN = [
-    "train", "--config-name", "quickstart", "name=run", "data.arithmetic.train_problems=32", "sft.steps=2",
-    "data.arithmetic.test_problems=8", "sft.micro_batch_size=16", "sft.batch_size=16", "sampling.samples_per_prompt=4",
-    "grpo.iterations=2", "grpo.problems_per_iteration=4", "grpo.minibatch_size=8", "evaluation.samples=2",
+    "train", "--config-name", "quickstart", "name=run", "data.arithmetic.num_operands=2", "sft.steps=2",
+    "data.arithmetic.warmup_problems=16", "data.arithmetic.train_problems=8", "data.arithmetic.test_problems=4",
+    "sft.micro_batch_size=4", "sft.batch_size=4", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=6",
+    "grpo.iterations=2", "grpo.problems_per_iteration=2", "grpo.minibatch_size=4", "evaluation.samples=2",
     "idpo.iterations=1", "idpo.problems_per_iteration=4", "evaluation.rollouts=1", "evaluation.bootstrap=10",
     "arms={ed_grpo: {algorithm: grpo, exploration_coefficient: 0.1, covariance_control: kl-cov}, "
     "ed_idpo: {algorithm: idpo}}", "replicate_baseline=false", "idpo.minibatch_size=2",
 ]  # fmt: skip
 
 
-def test_a_run_trains_evaluates_and_reports(gpu_environment, tmp_path):
+def test_a_run_trains_evaluates_and_reports(gpu_environment, nemo_edo, tmp_path):
     """And its settings, its checkpoints and its report are written by the process with the GPU."""
-    command = [sys.executable, "-W", "ignore", "-m", "nemo_edo", *RUN, f"output_dir={tmp_path}"]
-    environment = {**os.environ, **gpu_environment}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    nemo_edo.succeed(*RUN, f"output_dir={tmp_path}", imported_under=gpu_environment, limit_s=1200.0)
     assert (tmp_path / "run" / "report.html").exists()
     metrics = [json.loads(line) for file in Path(tmp_path).rglob("metrics.jsonl") for line in file.open()]
     steps = [line for line in metrics if "grad_norm" in line]
@@ -274,11 +271,10 @@ def test_a_run_trains_evaluates_and_reports(gpu_environment, tmp_path):
     assert all(math.isfinite(line["grad_norm"]) and not line.get("skipped") for line in steps)
 
 
-def test_the_tests_for_a_gpu_pass_on_it(gpu_environment):
+def test_the_tests_for_a_gpu_pass_on_it(gpu_environment, tmp_path):
     """tests/gpu, but for the Triton kernels' own."""
-    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
-    command = [sys.executable, "-m", "pytest", *options, "tests/gpu/test_platform_cuda.py"]
-    environment = {**os.environ, **gpu_environment}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "tests/gpu/test_platform_cuda.py"]
+    tests = Child(pytest.main, options, output=tmp_path / "said", cwd=ROOT, imported_under=gpu_environment)
+    assert tests.wait(1200.0) == 0, (tmp_path / "said").read_text()
+    said = (tmp_path / "said").read_text()
+    assert " passed" in said and "skipped" not in said
