@@ -7,17 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.cli import Cli, script
 from helpers.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(script: str, *arguments: str, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, str(EXAMPLES / script), *arguments], cwd=cwd, text=True,
-                          capture_output=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def run(name: str, *arguments: str, cwd: Path) -> str:
+    return Cli(script).succeed(str(EXAMPLES / name), *arguments, cwd=cwd)
 
 
 def test_own_reward_raises_its_reward(tmp_path: Path):
@@ -42,8 +40,9 @@ def test_train_gpt_grpo_trains_an_arm_on_gsm8k_rows_and_writes_the_report(tmp_pa
 
 
 TINY = [
-    "sft.steps=10", "sft.batch_size=16", "sft.micro_batch_size=16", "grpo.iterations=2", "grpo.minibatch_size=20",
-    "grpo.micro_batch_size=40", "grpo.problems_per_iteration=4", "sampling.max_new_tokens=6",
+    "sft.steps=4", "sft.batch_size=8", "sft.micro_batch_size=8", "grpo.iterations=1", "grpo.minibatch_size=8",
+    "grpo.micro_batch_size=8", "grpo.problems_per_iteration=4", "sampling.samples_per_prompt=4",
+    "sampling.max_new_tokens=6", "evaluation.samples=2",
     "evaluation.rollouts=1", "evaluation.bootstrap=50", "data.arithmetic.warmup_problems=32",
     "data.arithmetic.train_problems=8", "data.arithmetic.test_problems=4", "arms=[grpo,ed_grpo]",
 ]  # fmt: skip
@@ -81,14 +80,14 @@ def folder(tmp_path_factory) -> Path:
     return here
 
 
-@pytest.mark.parametrize(("script", "start"), [("gpt_sft.py", None), ("gpt_dpo.py", 0.6931)])
-def test_the_model_classes_train_in_a_nemo_script_and_save_an_archive(folder: Path, script, start):
-    said = run(f"nemo/{script}", "model.folder=model", "data.train=rows.jsonl", "trainer.max_steps=8",
-               "model.precision.dtype=fp32", "model.training.optimizer.lr=1e-2", f"save_to={folder}/{script}.nemo",
+@pytest.mark.parametrize(("name", "start"), [("gpt_sft.py", None), ("gpt_dpo.py", 0.6931)])
+def test_the_model_classes_train_in_a_nemo_script_and_save_an_archive(folder: Path, name, start):
+    said = run(f"nemo/{name}", "model.folder=model", "data.train=rows.jsonl", "trainer.max_steps=8",
+               "model.precision.dtype=fp32", "model.training.optimizer.lr=1e-2", f"save_to={folder}/{name}.nemo",
                cwd=folder)
     losses = [float(loss) for loss in re.findall(r"^step \d loss (\S+)", said, re.MULTILINE)]
     assert len(losses) == 8 and losses[-1] < losses[0] and start in (None, losses[0])
-    assert (folder / f"{script}.nemo").is_file()
+    assert (folder / f"{name}.nemo").is_file()
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "idpo"])

@@ -1,10 +1,9 @@
 """``make real`` with a tiny model in SmolLM2's place: its config, its export, and its check of the export."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.cli import Cli, script
 from helpers.reward_models import write_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -12,11 +11,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tools.real_model.convert import plain
 
 pytestmark = pytest.mark.slow
+ANSWER = Path(__file__).parents[2] / "tools" / "real_model" / "answer.py"
 SMALL = [
     "precision=fp32", "arms={ed_grpo_floor: {algorithm: grpo, alpha: 300, log_ratio_floor: -0.1}}", "sft.steps=2",
     "sft.optimizer.lr=0.02", "data.source_args.train_problems=16", "data.source_args.test_problems=6",
-    "grpo.iterations=1", "grpo.problems_per_iteration=4", "grpo.minibatch_size=8", "evaluation.samples=2",
-    "evaluation.bootstrap=10",
+    "sft.batch_size=4", "grpo.iterations=1", "grpo.problems_per_iteration=2", "grpo.minibatch_size=4",
+    "sampling.samples_per_prompt=4", "evaluation.samples=2", "evaluation.bootstrap=10",
 ]  # fmt: skip
 
 
@@ -31,21 +31,16 @@ def write_llama(folder: Path) -> Path:
     return folder
 
 
-def check(run: Path, exported: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tools.real_model.answer", str(run), "ed_grpo_floor", str(exported)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
 def test_an_export_of_it_answers_in_transformers_as_in_the_run_and_another_model_does_not(tmp_path, nemo_edo):
     model, exported = write_llama(tmp_path / "model"), tmp_path / "exported"
     command = ("train", "--config-name", "real", f"model.path={model}", f"output_dir={tmp_path}", "name=real", *SMALL)
     nemo_edo.succeed(*command)
     nemo_edo.succeed("export", str(tmp_path / "real"), str(exported), "--arm", "ed_grpo_floor")
-    same = check(tmp_path / "real", exported)
-    assert same.returncode == 0, same.stderr
-    assert "Reply only with a name." in same.stdout
-    assert "6 of 6 greedy responses are the run's own, token by token" in same.stdout
-    assert check(tmp_path / "real", model).returncode == 1
+    check = [str(ANSWER), str(tmp_path / "real"), "ed_grpo_floor"]
+    said = Cli(script).succeed(*check, str(exported))
+    assert "Reply only with a name." in said
+    assert "6 of 6 greedy responses are the run's own, token by token" in said
+    assert Cli(script)(*check, str(model)).returncode == 1
 
 
 def test_a_tokenizer_from_gguf_becomes_the_published_one():

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from helpers.forked import Child
@@ -31,8 +32,28 @@ def finish(process: subprocess.Popen, limit_s: float = 500.0) -> tuple[str, str]
         process.kill()
 
 
+def run(arguments: Sequence[str], before: Sequence[Call] = ()) -> int:
+    """In the command's process: its status."""
+    from nemo_edo.cli import main
+
+    for path, *given in before:
+        module, _, function = path.partition(":")
+        getattr(importlib.import_module(module), function)(*given)
+    return main(list(arguments))
+
+
+def script(arguments: Sequence[str], before: Sequence[Call] = ()) -> int:
+    """The same for ``python SCRIPT ARGUMENTS``."""
+    sys.argv, sys.path[:0] = list(map(str, arguments)), [str(Path(arguments[0]).parent)]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    return 0
+
+
 class Cli:
     """Runs commands in forked processes."""
+
+    def __init__(self, runs: Callable = run) -> None:
+        self._runs = runs
 
     def __call__(
         self, *arguments: str, cwd: Path | None = None, before: Sequence[Call] = (), limit_s: float = 500.0,
@@ -42,7 +63,7 @@ class Cli:
         negative ``returncode``."""
         with tempfile.TemporaryDirectory() as folder:
             out, err = Path(folder) / "out", Path(folder) / "err"
-            child = Child(run, arguments, before, output=out, errors=err, cwd=cwd, imported_under=imported_under)
+            child = Child(self._runs, arguments, before, output=out, errors=err, cwd=cwd, imported_under=imported_under)
             status = None
             try:
                 status = child.wait(limit_s)
@@ -58,16 +79,6 @@ class Cli:
         done = self(*arguments, **settings)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
-
-
-def run(arguments: Sequence[str], before: Sequence[Call] = ()) -> int:
-    """In the command's process: its status."""
-    from nemo_edo.cli import main
-
-    for path, *given in before:
-        module, _, function = path.partition(":")
-        getattr(importlib.import_module(module), function)(*given)
-    return main(list(arguments))
 
 
 def export(variables: dict[str, str]) -> None:

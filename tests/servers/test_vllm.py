@@ -2,10 +2,7 @@
 
 import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from itertools import pairwise
 
 import pytest
@@ -93,10 +90,10 @@ AHEAD = [
 ]  # fmt: skip
 
 
-def test_a_run_one_step_off_trains_on_samples_of_the_policy_before_with_its_weights(vllm_environment, tmp_path):
-    train = [sys.executable, "-m", "nemo_edo", "train", "--config-name", "quickstart", f"output_dir={tmp_path}"]
-    done = subprocess.run([*train, *AHEAD], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_run_one_step_off_trains_on_samples_of_the_policy_before_with_its_weights(
+    vllm_environment, nemo_edo, tmp_path
+):
+    nemo_edo.succeed("train", "--config-name", "quickstart", f"output_dir={tmp_path}", *AHEAD, limit_s=3000.0)
     lines = [json.loads(line) for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
     collections = [line for line in lines if line["kind"] == "collection"]
     assert [(line["policy_version"], line["staleness"]) for line in collections] == [(0, 0), (0, 1), (1, 1)]
