@@ -14,18 +14,20 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
-sys.path.insert(1, str(TESTS))  # helpers
-os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
+if __name__ == "__main__":
+    TESTS = Path(__file__).parents[1]
+    sys.path.insert(1, str(TESTS))  # helpers
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS)])}
 
-from .faults import FAULTS, TURN  # noqa: E402
-from .rounds import Round, Undisturbed, Wrong, play, undisturbed  # noqa: E402
+from .faults import FAULTS, TURN
+from .rounds import Round, Undisturbed, Wrong, play, undisturbed
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=0)
     every = f"default: %(default)s; {len(FAULTS)} have every fault once"
@@ -33,7 +35,7 @@ def main() -> int:
     parser.add_argument("--round", type=int, help="only this one, of the seed's rounds")
     parser.add_argument("--fault", choices=FAULTS, help="only rounds with this one")
     parser.add_argument("--jobs", type=int, default=2, help="concurrent rounds; default: %(default)s")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     numbers = range(args.rounds) if args.round is None else [args.round]
     rounds = [Round.of(args.seed, number) for number in numbers]
     rounds = [this for this in rounds if args.fault in (None, this.fault)]

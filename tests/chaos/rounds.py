@@ -169,9 +169,7 @@ def _play(
         raise Wrong(f"{harm.told}\n{error}") from error
 
 
-def _judge(
-    this: Round, expected: Undisturbed, folder: Path, urls: list[str], harm: Harm, running: Running
-) -> str:
+def _judge(this: Round, expected: Undisturbed, folder: Path, urls: list[str], harm: Harm, running: Running) -> str:
     status, said = running.finish(), [running.said]
     if not harm.is_violent:
         _require_words(status, running.said, stopped=(0, 2, 75, -15, 143))

@@ -25,7 +25,8 @@ LIMIT_S = 900.0
 """A run that has not ended by then hangs: long, for a machine that is busy with other things."""
 GRACE_S = 30.0
 """What ranks have to end in once their neighbour has died, as torchrun gives them."""
-POLL_S = 0.01
+POLL_S = 0.1
+"""Each look at a run reads all processes of the machine: 4 ms of a core."""
 
 
 class Running:
