@@ -5,15 +5,27 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from helpers import completions_server, nccl_stub
+from helpers import cli, completions_server
 from helpers.cli import finish, start
+from helpers.environments import environment
+from helpers.forked import Child
+from helpers.ports import free_ports
+
+from nemo_edo.checks import numbers
 
 pytestmark = pytest.mark.slow
 _CLONE_NEWNS, _READ_ONLY, _REMOUNT, _BIND, _RECURSIVE, _PRIVATE = 0x20000, 1, 32, 4096, 16384, 1 << 18
+
+
+def compute_less() -> None:
+    """In the command's process."""
+    numbers.ROWS, numbers.SPEED_ROUNDS = 8, 1
+
+
+FEWER = ("tests.e2e.test_selftest:compute_less",)
 
 
 def make_read_only(folder: str) -> None:
@@ -25,28 +37,12 @@ def make_read_only(folder: str) -> None:
         raise OSError(ctypes.get_errno(), "unshare or mount")
 
 
-def environment(folder: Path, *, nccl: int | None = None, server: str | None = None) -> Path:
-    """The interpreter of a new environment. nccl: with a stub that has this version. server: with a vLLM whose server
-    has this source."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder], check=True)
-    [packages] = folder.glob("lib/python*/site-packages")
-    if nccl is not None:
-        library = packages / "nvidia" / "nccl" / "lib"
-        library.mkdir(parents=True)
-        nccl_stub.build(library, nccl)
-    if server is not None:
-        module = packages / "vllm" / "entrypoints" / "openai"
-        module.mkdir(parents=True)
-        (packages / "vllm" / "__init__.py").touch()
-        (module / "api_server.py").write_text(server)
-    return folder / "bin" / "python"
-
-
 def test_two_processes_pass_every_split_that_a_cpu_has(tmp_path: Path):
-    arguments = ("selftest", "--folder", str(tmp_path), "--only", "machine", "split")
-    process = start(*arguments, processes=2, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    output, errors = finish(process)
-    assert process.returncode == 0, output + errors
+    arguments, said = ("selftest", "--folder", str(tmp_path), "--only", "machine", "split"), tmp_path / "said"
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
+    ranks = [Child(cli.run, arguments, [FEWER], output=said, environment={**place, "RANK": rank, "LOCAL_RANK": rank})
+             for rank in "01"]
+    assert [rank.wait(500.0) for rank in ranks] == [0, 0], said.read_text()
     report = json.loads((tmp_path / "selftest.json").read_text())
     found = {check["name"]: check["status"] for check in report["checks"]}
     assert report["processes"] == 2
@@ -70,7 +66,7 @@ def rows(output: str) -> dict[str, tuple[str, str]]:
 def test_a_folder_that_cannot_be_written_to_fails_what_needs_it_and_nothing_else(tmp_path: Path, nemo_edo):
     """Nor is there a vLLM: the environment that stands for the servers' is empty."""
     environment(tmp_path / ".venv-vllm")
-    before = [("tests.e2e.test_selftest:make_read_only", str(tmp_path))]
+    before = [FEWER, ("tests.e2e.test_selftest:make_read_only", str(tmp_path))]
     groups = ("machine", "precision", "training", "server")
     done = nemo_edo("selftest", "--folder", "here", "--only", *groups, cwd=tmp_path, before=before)
     found = rows(done.stdout)
