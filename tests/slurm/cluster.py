@@ -194,7 +194,7 @@ class SlurmCluster:
             if time.monotonic() > deadline:
                 about = describe() if describe else self.run("sinfo", check=False).stdout
                 raise AssertionError(f"waited for {limit_s:g} s: {about}")
-            time.sleep(0.2)
+            time.sleep(0.5)  # a condition that asks Slurm starts a process
 
 
 def _trains_for(process: psutil.Process, job: str) -> bool:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.environments import environment
 from helpers.ports import free_ports
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
@@ -31,14 +32,16 @@ def assert_same(launcher, name: str, expected: str, tolerance: float) -> None:
                                                                  abs=tolerance)
 
 
-def test_training_across_two_nodes_is_that_of_one_process_and_each_process_has_its_own_log(launcher, alone):
-    """torchrun on each node, which is the default."""
-    [job] = launcher.launch("data", "cluster.nodes=2", "parallelism.use_distributed_optimizer=true")
-    launcher.wait("data", job, "COMPLETED")
+def test_training_across_two_nodes_is_that_of_one_process_and_a_chain_of_jobs_ends_where_it_does(launcher, alone):
+    """torchrun on each node, which is the default. The nodes are checked before, and each process has its own log."""
+    job, second = launcher.launch("data", "cluster.nodes=2", "parallelism.use_distributed_optimizer=true",
+                                  "cluster.health_limit_s=60", "cluster.chain=2", "cluster.requeues=0")
+    launcher.wait("data", second, "COMPLETED")
     assert_same(launcher, "data", alone, 1e-4)
     assert (launcher.folder / "data" / "report.html").is_file()
-    said = (launcher.folder / "data" / "launch" / f"job_{job}.log").read_text()
+    said, later = ((launcher.folder / "data" / "launch" / f"job_{one}.log").read_text() for one in (job, second))
     assert "2 processes checked in" in said and "all healthy" in said
+    assert "finished before" not in said and "finished before; nothing is left to do" in later
     attempt = launcher.folder / "data" / "launch" / "attempts" / "0" / f"{job}.0"
     for rank in range(2):
         [log] = (attempt / f"ranks_of_task_{rank}").rglob("stderr.log")
@@ -91,13 +94,6 @@ def test_a_selftest_tries_the_nodes_of_the_config(launcher):
     assert all(found[name] == "pass" for name in ("same on all ranks", "shared folder", "all-reduce"))
 
 
-def test_a_chain_of_jobs_ends_where_its_run_does(launcher):
-    first, second = launcher.launch("chain", "cluster.chain=2", "cluster.requeues=0", "cluster.launcher=srun")
-    launcher.wait("chain", second, "COMPLETED")
-    logs = [(launcher.folder / "chain" / "launch" / f"job_{job}.log").read_text() for job in (first, second)]
-    assert "finished before" not in logs[0] and "finished before; nothing is left to do" in logs[1]
-
-
 def test_a_run_whose_input_is_bad_fails_and_is_not_queued_again(launcher):
     """The problems are removed between the launch and the job's start."""
     problems = launcher.folder / "train.jsonl"
@@ -116,8 +112,8 @@ def test_the_check_of_the_nodes_names_a_rank_whose_ports_are_blocked(launcher):
     done = launcher.cluster.run(
         "srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0",
         f"--export=ALL,MASTER_ADDR=127.0.0.1,MASTER_PORT={free_ports(1)[0]}", "bash", "-c", wrapper, "check",
-        sys.executable, "-m", "nemo_edo.checks.selftest", f"--folder={launcher.folder / 'blocked'}", "--limit=20",
-        "--start-limit=10", "--nodes=n1,n2", check=False)
+        sys.executable, "-m", "nemo_edo.checks.selftest", f"--folder={launcher.folder / 'blocked'}", "--limit=6",
+        "--start-limit=6", "--nodes=n1,n2", check=False)
     assert done.returncode == 4, done.stdout + done.stderr
     assert "rank 1 (node n2) has not reported" in done.stdout and "1 faults" in done.stdout
 
@@ -125,7 +121,8 @@ def test_the_check_of_the_nodes_names_a_rank_whose_ports_are_blocked(launcher):
 def test_a_sweep_is_an_array_with_one_report_whose_failed_members_run_again_alone(launcher):
     """Of two seeds, one's job ends at its first line, until the second launch."""
     folder = launcher.folder / "sweep"
-    sweep = ["seed=1,2", "-m", f"cluster.setup=['[[ $SLURM_ARRAY_TASK_ID != 1 || -e {folder}/repaired ]] || exit 9']"]
+    setup = f"[[ $SLURM_ARRAY_TASK_ID != 1 || -e {folder}/repaired ]] || exit 9"
+    sweep = ["seed=1,2", "-m", "cluster.launcher=srun", f"cluster.setup=['{setup}']"]
     [_, report] = launcher.launch("sweep", *sweep, "cluster.requeues=0")
     launcher.cluster.wait_for(report, "FAILED", limit_s=300)
     said = (folder / "launch" / f"report_{report}.log").read_text()
@@ -152,13 +149,20 @@ def test_servers_on_one_node_and_the_trainer_on_the_other_are_one_job(launcher, 
     assert first["sampler_gap"] < 1e-3
 
 
-def test_a_job_whose_server_cannot_listen_ends_with_its_node_and_the_end_of_its_log(launcher, vllm_environment: Path):
+LISTENS = """
+import socket, sys
+socket.create_server(("0.0.0.0", int(sys.argv[len(sys.argv) - sys.argv[::-1].index("--port")])))
+"""
+
+
+def test_a_job_whose_server_cannot_listen_ends_with_its_node_and_the_end_of_its_log(launcher, tmp_path: Path):
+    python = environment(tmp_path / "vllm", server=LISTENS)
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
         [job] = launcher.launch("deaf", "cluster.nodes=1", "cluster.server_nodes=1", "generation=vllm",
-                                f"generation.servers.python={vllm_environment}",
+                                f"generation.servers.python={python}",
                                 f"generation.servers.arguments=[--port,'{port}']")
         launcher.cluster.wait_for(job, "FAILED", limit_s=600)
     said = (launcher.folder / "deaf" / "launch" / "attempts" / "0" / f"{job}.0" / "task_0.log").read_text()
