@@ -20,8 +20,9 @@ SIZES = "{name: change, warmup_problems: 64, train_problems: 16, test_problems: 
 STUDY = {
     "name": "tiny",
     "seeds": [1],
-    "settings": ["sft.steps=12", "sft.batch_size=16", "grpo.iterations=2", "grpo.problems_per_iteration=8",
-                 "grpo.minibatch_size=40", "evaluation.bootstrap=20", "evaluation.every=1",
+    "settings": ["sft.steps=6", "sft.batch_size=16", "grpo.iterations=2", "grpo.problems_per_iteration=8",
+                 "grpo.minibatch_size=16", "sampling.samples_per_prompt=4", "sampling.max_new_tokens=16",
+                 "evaluation.samples=4", "evaluation.bootstrap=20", "evaluation.every=1",
                  "evaluation.temperature=[1.0,0.5]", "evaluation.tuning_problems=4"],
     "tasks": {"change": {"config": "study/change", "settings": [f"data.source_args={SIZES}"]}},
     "arms": {"grpo": {}, "ed_grpo_floor": {"settings": {"alpha": None}, "dose": "exploration_coefficient",
