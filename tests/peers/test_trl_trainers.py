@@ -1,4 +1,4 @@
-"""TRL's own trainers with the exploration term: eight steps of a tiny Llama, in the oldest and the newest TRL."""
+"""TRL's own trainers with the exploration term: a few steps of a tiny Llama, in the oldest and the newest TRL."""
 
 from collections.abc import Callable
 from functools import cache

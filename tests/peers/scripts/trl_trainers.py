@@ -1,7 +1,7 @@
 """Trains tiny Llamas with TRL's trainers and with nemo_edo's, in an environment that has TRL.
 
 python trl_trainers.py GRPO_LOSS_TYPES RESULTS.pt, alone or under torchrun (gloo); the main process writes
-{"grpo": {loss type: ...}, "dpo": ...}: weights after eight steps, losses and gradients of one batch, TRL's logs.
+{"grpo": {loss type: ...}, "dpo": ...}: weights after a few steps, losses and gradients of one batch, TRL's logs.
 Run alone, it also runs the example of docs/trainers.md.
 """
 
@@ -25,7 +25,7 @@ from nemo_edo.adapters import trl as adapter
 from nemo_edo.adapters.trl import EDDPOTrainer, EDGRPOConfig, EDGRPOTrainer, Novelty, require_same_weights
 from nemo_edo.losses import each_path
 
-COEFFICIENT, STEPS = 0.3, 8
+COEFFICIENT = 0.3
 WORDS = ["<pad>", "<eos>", "<unk>", *"abcdefghijk"]
 # vespo and cispo have their own idea of a clip; luspo is meant for sequence-level ratios.
 OF_LOSS_TYPE = {"cispo": {"epsilon_high": 5.0}, "luspo": {"importance_sampling_level": "sequence"}}
@@ -77,7 +77,7 @@ def grpo_trainer(
         logging_steps=1, disable_tqdm=True, learning_rate=1e-2, gradient_checkpointing=False,
         per_device_train_batch_size=2, gradient_accumulation_steps=2, max_completion_length=6, loss_type=loss_type,
         **{
-            "num_generations": 2, "mask_truncated_completions": True, "max_steps": STEPS, "steps_per_generation": 4,
+            "num_generations": 2, "mask_truncated_completions": True, "max_steps": 4, "steps_per_generation": 4,
             **OF_LOSS_TYPE.get(loss_type, {}), **settings,
         },
     )  # fmt: skip
@@ -149,7 +149,7 @@ def without_a(prompts: list[str], completions: list[str], **_: object) -> list[f
 
 def novelty() -> list[dict]:
     first_word = each_path(lambda question, text: text.split()[0] if text.split() else None)
-    settings = {"max_steps": 4, "num_generations": 4, "mask_truncated_completions": False}
+    settings = {"num_generations": 4, "mask_truncated_completions": False}
     trainer = grpo_trainer(
         NoveltyTrainer, "grpo", settings, rewards=[letters, without_a], exploration_coefficient=0.0,
         novelty=Novelty(strength=0.5, paths=first_word, reward="without_a"),
@@ -161,13 +161,14 @@ def novelty() -> list[dict]:
 
 def trained(trainer: GRPOTrainer | DPOTrainer) -> dict:
     trainer.train()
-    logs = [{k: v for k, v in line.items() if "time" not in k} for line in trainer.state.log_history[:STEPS]]
+    steps = trainer.state.log_history[: trainer.args.max_steps]
+    logs = [{k: v for k, v in line.items() if "time" not in k} for line in steps]
     return {"weights": flat(trainer.accelerator.unwrap_model(trainer.model).parameters()), "logs": logs}
 
 
 def grpo(loss_type: str) -> dict:
     with_kl = {"beta": 0.04}
-    probed = grpo_trainer(ProbedTrainer, loss_type, {"max_steps": 4}, exploration_coefficient=COEFFICIENT)
+    probed = grpo_trainer(ProbedTrainer, loss_type, {}, exploration_coefficient=COEFFICIENT)
     return {
         "stock": trained(grpo_trainer(GRPOTrainer, loss_type, with_kl)),
         "zero": trained(grpo_trainer(EDGRPOTrainer, loss_type, with_kl, exploration_coefficient=0.0)),
@@ -219,7 +220,7 @@ def by_command() -> dict:
 # --- DPO -----------------------------------------------------------------------------------------------------------
 
 
-def dpo_trainer(trainer_class: type[DPOTrainer], max_steps: int = STEPS, **ours: object) -> DPOTrainer:
+def dpo_trainer(trainer_class: type[DPOTrainer], max_steps: int = 8, **ours: object) -> DPOTrainer:
     args = DPOConfig(
         output_dir=tempfile.mkdtemp(), report_to=[], use_cpu=True, bf16=False, seed=0, save_strategy="no",
         logging_steps=1, disable_tqdm=True, learning_rate=1e-2, max_steps=max_steps, gradient_checkpointing=False,
