@@ -16,6 +16,7 @@ from helpers.worker_pool import CaseFailed
 from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError, WorkerFailed
 from nemo_edo.types import GenerationRequest, SamplingParams
+from nemo_edo.worker import dispatch
 from nemo_edo.worker.dispatch import Workers
 from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
 from nemo_edo.worker.worker import Worker
@@ -101,6 +102,7 @@ def fail_on_rank_1(worker: Worker, how: str) -> None:
 
 def failure(how: str) -> str | None:
     def call(workers: Workers) -> str:
+        dispatch.GRACE_S = 3.0
         workers.call(Worker.enter, 1)
         try:
             workers.call(fail_on_rank_1, how)
