@@ -44,8 +44,7 @@ def write_run_folder(folder: Path, *, arms: Sequence[str] = tuple(ARMS), iterati
         lines += _arm_lines(arm, speed, entropy, iterations, interim, rng)
         results = _evaluation(arm, 0.32 + 0.42 * speed, entropy, problems, rng)
         _write_json(folder / "evaluations" / f"{arm}.json", results)
-    lines.append({"kind": "phases", "arm": names[-1],
-                  "time": {"wall_s": 13.5, "train_s": 9.0, "log_pi_old_s": 4.0}})
+    lines.append({"kind": "phases", "arm": names[-1], "time": {"wall_s": 13.5, "train_s": 9.0, "log_pi_old_s": 4.0}})
     if start:
         _write_json(folder / "evaluations" / "warmup.json", _evaluation("warmup", 0.32, 0.33, problems, rng))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

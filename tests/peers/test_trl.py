@@ -37,10 +37,7 @@ GRPO = {
     "asymmetric clip": ({"loss_type": "grpo", "epsilon_high": 0.28}, plain(clip_high=0.28)),
     "token mean": ({"loss_type": "bnpo", "beta": 0.1}, plain(beta=0.1, aggregation="token-mean")),
     "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, dapo_config()),
-    "dr_grpo": (
-        {"loss_type": "dr_grpo", "max_completion_length": 9, "scale_rewards": "none"},
-        dr_grpo_config(9),
-    ),
+    "dr_grpo": ({"loss_type": "dr_grpo", "max_completion_length": 9, "scale_rewards": "none"}, dr_grpo_config(9)),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2}, cispo_config(clip_high=0.2)),
     "kl weighted by the ratio": (
         {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": True},

@@ -304,9 +304,7 @@ def skyrl_config(batch: int = 8, **algorithm) -> SimpleNamespace:
     correction.tis_ratio_type, correction.token_tis_ratio_clip_high = "token", 1.2
     algorithm = {"policy_loss_type": "regular", "loss_reduction": "sequence_mean", **algorithm}
     trainer = SimpleNamespace(
-        algorithm=AlgorithmConfig(
-            eps_clip_low=10.0, eps_clip_high=10.0, off_policy_correction=correction, **algorithm
-        ),
+        algorithm=AlgorithmConfig(eps_clip_low=10.0, eps_clip_high=10.0, off_policy_correction=correction, **algorithm),
         update_epochs_per_batch=1, train_batch_size=batch, policy_mini_batch_size=2,
     )  # fmt: skip
     return SimpleNamespace(
