@@ -149,10 +149,10 @@ def test_samples_are_found_by_search_and_filters(opened, search, filter_, policy
     assert shown is None or responses == shown
 
 
-def test_with_everything_unfolded_charts_are_in_their_frames_which_do_not_overlap_and_nothing_is_wide_or_small(opened):
+def test_with_everything_unfolded_charts_are_in_their_frames_nothing_is_too_wide_and_no_text_is_small(opened):
     opened.execute_script("document.querySelectorAll('details').forEach((details) => details.open = true)")
     opened.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 500))")
-    charts, frames, needed, width, boxes, nodes, small = opened.execute_script("""
+    charts, needed, width, boxes, nodes, small = opened.execute_script("""
         const size = (node) => { const box = node.getBoundingClientRect(); return Math.max(box.width, box.height); };
         const charts = [...document.querySelectorAll(".js-plotly-plot")].map((chart) => {
           const drawn = [...chart.querySelectorAll(".trace path.js-line, .trace path.point")].filter(size);
@@ -166,19 +166,52 @@ def test_with_everything_unfolded_charts_are_in_their_frames_which_do_not_overla
           if (!walker.currentNode.data.trim() || !owner.getClientRects().length) continue;
           if (parseFloat(getComputedStyle(owner).fontSize) < 12) small.push(walker.currentNode.data);
         }
-        const frames = [...document.querySelectorAll("figure")].map((one) => one.getBoundingClientRect());
-        return [charts, frames.filter((one) => one.width).map((one) => [one.left, one.top, one.right, one.bottom]),
-                document.documentElement.scrollWidth, innerWidth,
+        return [charts, document.documentElement.scrollWidth, innerWidth,
                 [...document.querySelectorAll(".scroll")].map((box) => box.getBoundingClientRect().right),
                 [...document.querySelectorAll(".tree .node")].filter((n) => n.getBoundingClientRect().width).length,
                 small];""")
     assert len(charts) == CHARTS
     assert [chart for chart in charts if chart[1] == 0 or not chart[2]] == []
-    common = [min(a[2], b[2]) - max(a[0], b[0]) for place, a in enumerate(frames) for b in frames[:place]
-              if min(a[3], b[3]) - max(a[1], b[1]) > 1]
-    assert frames and max(common, default=0) <= 1
     assert needed <= width and boxes and max(boxes) <= width
     assert (nodes, small) == (7, [])
+
+
+LOOK = """
+window.outside = []; window.looks = 0;
+addEventListener("DOMContentLoaded", () => {
+  const begun = performance.now();
+  (function look() {
+    window.looks += 1;
+    for (const svg of document.querySelectorAll(".js-plotly-plot .main-svg")) {
+      const frame = svg.closest("figure").getBoundingClientRect(), box = svg.getBoundingClientRect();
+      if (!box.width) continue;
+      const beyond = Math.max(frame.left - box.left, box.right - frame.right, box.bottom - frame.bottom);
+      if (beyond > 1) window.outside.push([svg.closest(".js-plotly-plot").id, performance.now() - begun, beyond]);
+    }
+    if (performance.now() - begun < 1000) requestAnimationFrame(look);
+    else window.looked = true;
+  })();
+});"""
+
+
+@pytest.mark.parametrize("width", [1280, 1100, 400])
+def test_no_chart_leaves_its_frame_in_any_picture_of_the_first_second(driver, page, width):
+    script = driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": LOOK})
+    try:
+        load(driver, page, width)
+        driver.execute_async_script("""
+            (function wait(done) { window.looked ? done() : setTimeout(wait, 50, done); })(arguments[0]);""")
+        looks, outside, frames = driver.execute_script("""
+            const frames = [...document.querySelectorAll("figure")].map((one) => one.getBoundingClientRect());
+            return [window.looks, window.outside, frames.filter((one) => one.width)
+              .map((one) => [one.left, one.top, one.right, one.bottom])];""")
+    finally:
+        driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", script)
+    assert looks > 5 and frames
+    assert outside == []
+    common = [[min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])]
+              for place, a in enumerate(frames) for b in frames[:place]]
+    assert max(map(min, common)) <= 1
 
 
 def test_nothing_is_fetched_and_a_script_in_the_runs_text_is_shown_and_does_not_run(opened, page):

@@ -5,12 +5,12 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from helpers import cli, completions_server
+from helpers import cli, completions_server, nccl_stub
 from helpers.cli import finish, start
-from helpers.environments import environment
 from helpers.forked import Child
 from helpers.ports import free_ports
 
@@ -35,6 +35,23 @@ def make_read_only(folder: str) -> None:
     mounts = [(b"/", _RECURSIVE | _PRIVATE), (path, _BIND), (path, _REMOUNT | _BIND | _READ_ONLY)]
     if libc.unshare(_CLONE_NEWNS) or any([libc.mount(place, place, None, flags, None) for place, flags in mounts]):
         raise OSError(ctypes.get_errno(), "unshare or mount")
+
+
+def environment(folder: Path, *, nccl: int | None = None, server: str | None = None) -> Path:
+    """The interpreter of a new environment. nccl: with a stub that has this version. server: with a vLLM whose server
+    has this source."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--symlinks", folder], check=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    if nccl is not None:
+        library = packages / "nvidia" / "nccl" / "lib"
+        library.mkdir(parents=True)
+        nccl_stub.build(library, nccl)
+    if server is not None:
+        module = packages / "vllm" / "entrypoints" / "openai"
+        module.mkdir(parents=True)
+        (packages / "vllm" / "__init__.py").touch()
+        (module / "api_server.py").write_text(server)
+    return folder / "bin" / "python"
 
 
 def test_two_processes_pass_every_split_that_a_cpu_has(tmp_path: Path):

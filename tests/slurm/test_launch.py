@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.environments import environment
 from helpers.ports import free_ports
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
@@ -149,20 +148,13 @@ def test_servers_on_one_node_and_the_trainer_on_the_other_are_one_job(launcher, 
     assert first["sampler_gap"] < 1e-3
 
 
-LISTENS = """
-import socket, sys
-socket.create_server(("0.0.0.0", int(sys.argv[len(sys.argv) - sys.argv[::-1].index("--port")])))
-"""
-
-
-def test_a_job_whose_server_cannot_listen_ends_with_its_node_and_the_end_of_its_log(launcher, tmp_path: Path):
-    python = environment(tmp_path / "vllm", server=LISTENS)
+def test_a_job_whose_server_cannot_listen_ends_with_its_node_and_the_end_of_its_log(launcher, vllm_environment: Path):
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         port = taken.getsockname()[1]
         [job] = launcher.launch("deaf", "cluster.nodes=1", "cluster.server_nodes=1", "generation=vllm",
-                                f"generation.servers.python={python}",
+                                f"generation.servers.python={vllm_environment}",
                                 f"generation.servers.arguments=[--port,'{port}']")
         launcher.cluster.wait_for(job, "FAILED", limit_s=600)
     said = (launcher.folder / "deaf" / "launch" / "attempts" / "0" / f"{job}.0" / "task_0.log").read_text()

@@ -1,11 +1,13 @@
 """The exploration term on samples of an older policy: which rows it gets, and that nothing else changes."""
 
+import shutil
 from collections import Counter
 
 import pytest
 import torch
 
 from nemo_edo.algorithms.collection import step_statistics
+from nemo_edo.errors import UserError
 
 EXPLORING = {"problems": 3, "iterations": 3, "minibatch_size": 5, "beta": 0.1, "exploration_coefficient": 0.2}
 STEPS = 3  # 12 responses in minibatches of 5
@@ -62,3 +64,16 @@ def test_in_the_first_iteration_previous_explores_nothing_and_reference_its_own_
         journal = run_fake(**EXPLORING, folder=samples, exploration_samples=samples)
         for batch in journal.policy.batches[:STEPS]:
             assert batch.older is None and set(batch.exploration_factors.tolist()) == {factor}
+
+
+def test_rollouts_that_are_gone_are_an_error_that_names_iteration_and_setting(fake_iteration, tmp_path):
+    run = fake_iteration(**EXPLORING, exploration_samples="previous")
+    step = run.services.policy.train_step
+
+    def losing(batch, **settings):
+        shutil.rmtree(tmp_path / "rollouts" / "iter_00000", ignore_errors=True)
+        return step(batch, **settings)
+
+    run.services.policy.train_step = losing
+    with pytest.raises(UserError, match=r"no rollouts of iteration 0, .* iteration 1 .*exploration_samples=previous"):
+        run.run()

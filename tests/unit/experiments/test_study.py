@@ -82,7 +82,7 @@ def test_seeds_take_the_warm_ups_in_turn_and_train_with_their_own_samples(writte
     ({"arms": {"grpo": {"dose": "clip_high", "doses": [0.1, 0.1]}}}, "expected different numbers"),
     ({"baselines": ["grop"]}, "baselines has 'grop', which is no arm; did you mean grpo"),
     ({"arms": {"grpo": {"first_seeds": 3}}}, "arms.grpo.first_seeds is 3, expected at most the 2 of seeds"),
-    ({"seeds": [1, 1]}, "seeds is .1, 1."), ({"seeds": [-1]}, "of at least 0"),
+    ({"seeds": [1, 1]}, "seeds is .1, 1."), ({"seeds": [-1]}, "of at least 0"), ({"seeds": [True]}, "seeds"),
     ({"held_out": True, "arms": {"grpo": {}}, "baselines": ["grpo"]}, "and an arm that is none"),
     ({"held_out": True, "baselines": ["grpo"], "arms": {"grpo": {}, "x": {"dose": "alpha", "doses": [0.1, 0.2]}}},
      "arms.x.doses is .0.1, 0.2."),

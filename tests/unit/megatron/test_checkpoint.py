@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -82,6 +83,27 @@ def test_weights_alone_load_to_the_last_bit_and_the_next_step_starts_from_them(t
     tiny.train_sft(other, [2])
     for after, loaded in zip(other.snapshot(), trained.snapshot(), strict=True):
         assert (after - loaded).abs().max() < 0.02
+
+
+def test_the_folder_appears_only_when_it_is_whole(policy, tmp_path, monkeypatch):
+    """A save that breaks off at its end leaves no folder of that name, and does not stop the next one."""
+    folder, really_save = tmp_path / "checkpoint", dist_checkpointing.save
+    children = psutil.Process().children(recursive=True)
+
+    def breaks_off(*args, **kwargs):
+        really_save(*args, **kwargs)
+        assert not folder.exists()
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(dist_checkpointing, "save", breaks_off)
+        with pytest.raises(OSError, match="no space"):
+            checkpoint.save(policy, folder)
+    assert not folder.exists()
+    checkpoint.save(policy, folder)
+    checkpoint.load(policy, folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    assert set(psutil.Process().children(recursive=True)) <= set(children), "a writer is left behind"
 
 
 @pytest.fixture(scope="module")

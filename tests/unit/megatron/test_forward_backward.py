@@ -44,9 +44,12 @@ def ed_idpo(logprobs, entropies, micro, _=0.0):
 
 
 def counts(name: str, batch) -> dict[str, float]:
-    """Each term's count over the batch, whatever the log-probabilities."""
-    zeros = torch.zeros_like(batch.mask)
-    return {term: float(found.count) for term, found in LOSSES[name](zeros, zeros, batch)[0].items()}
+    """Each term's count over the batch."""
+    if name == "ed-idpo":
+        pairs, samples = (batch.pair_role == 1).sum(), batch.exploration_factors.sum()
+        return {"preference": float(pairs), "exploration": float(samples)}
+    reduction = {"ed-grpo": ED_GRPO.aggregation, "sft": "token-mean"}[name]
+    return {{"ed-grpo": "grpo"}.get(name, name): float(losses.reduction_count(batch.mask, reduction))}
 
 
 LOSSES = {"ed-grpo": ed_grpo, "sft": sft, "ed-idpo": ed_idpo}

@@ -1,7 +1,10 @@
 """Refit by broadcasts over a stub of NCCL's C interface (helpers/stub_nccl.c): no GPU is needed, and nothing of ours is
 replaced."""
 
+import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
@@ -178,3 +181,18 @@ def test_two_versions_are_loaded_side_by_side_and_older_ones_and_other_files_are
     (tmp_path / "text").write_text("text")
     with pytest.raises(NCCLError, match="is no NCCL of 2.14 or newer"):
         Library(tmp_path / "text")
+
+
+def test_ranks_of_different_versions_are_refused_with_this_ones_version(library):
+    group = nccl_stub.communicator(library, LIMIT_S)
+    joins = f"""
+import sys, torch
+from helpers.nccl_stub import Workers
+from nemo_edo.refit.libnccl import Library
+Workers(Library({library.path!r}), {LIMIT_S}).join(bytes.fromhex({group.unique_id.hex()!r}), range(1, 2), 2)
+"""
+    other = subprocess.Popen([sys.executable, "-c", joins], stderr=subprocess.PIPE, text=True,
+                             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "STUB_NCCL_VERSION": "22809"})
+    with pytest.raises(NCCLError, match=r"invalid usage.*This process has NCCL 2\.29\.7 \(.*libnccl\.so\.2\)"):
+        group.join(0, 2, nothing)
+    assert "This process has NCCL 2.28.9" in other.communicate(timeout=LIMIT_S)[1]

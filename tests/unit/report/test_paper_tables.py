@@ -17,7 +17,7 @@ from nemo_edo.report.run_folders import FoundRuns
 from nemo_edo.report.run_set import read_run
 from tools.paper_tables.published import OUT_OF_DISTRIBUTION, OVERALL, ROW, TABLES, published
 from tools.paper_tables.settings import departures
-from tools.paper_tables.tables import NOT_MEASURED, NOT_RUN, build_table, main, markdown, write_table
+from tools.paper_tables.tables import NOT_MEASURED, NOT_RUN, build_table, html, main, markdown, write_table
 
 MAIN = "main/gsm8k_llama3_grpo"
 GSM8K = ("Llama-3-8B-Instruct", "GSM8K", "GSM8K")
@@ -148,3 +148,13 @@ def test_the_command_prints_the_table_or_writes_it_as_its_files_name_says(run, t
         out = tmp_path / "deep" / f"table{suffix}"
         assert write_table(FoundRuns((), {}, tmp_path), "main", out) == [f"table: {out}"]
         assert "90.4" in out.read_text()
+
+
+def test_pages_escape_what_runs_say_and_fetch_nothing(run):
+    record = run(MAIN, {"grpo": HALF})
+    attack = "<script>window.attacked = true</script>"
+    record.config["model"]["path"] = f"/models/{attack}"
+    table = build_table("main", [record])
+    page = html(table)
+    assert "window.attacked" in page and attack not in page + markdown(table)
+    assert "<script" not in page and "src=" not in page and "http" not in page.replace("http-equiv", "")

@@ -52,6 +52,8 @@ TRAIN = {
     "tracking setting that NeMo lacks": ("exp_manager.bogus=1", "exp_manager.bogus: "),
     "output folder below a file": (
         "output_dir={}/train.jsonl", "{}/train.jsonl/a cannot be made in {}/train.jsonl (Not a directory)"),
+    "output in the kernel's files": (
+        "output_dir=/proc/x", "/proc/x/a cannot be made in /proc (its file system takes no files); choose another"),
     "no stored rollouts": ("train.rollouts={}/none grpo.allow_one_step=true", "{}/none/iter_00000: has no rollouts"),
     "stop by an unknown metric": ("evaluation.every=1 early_stop.metric=pass@99", "early_stop.metric is 'pass@99'"),
 }

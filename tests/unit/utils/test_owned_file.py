@@ -1,5 +1,6 @@
 """One owner at a time, whether the file system has locks, refuses them, or accepts them without effect."""
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -59,3 +60,12 @@ def test_without_locks_an_owner_on_another_machine_lives_as_long_as_it_touches_t
     time.sleep(0.3)
     assert path.stat().st_mtime > time.time() - 10
     owner.close()
+
+
+def test_another_error_of_the_lock_is_not_taken_for_a_missing_one(tmp_path: Path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EIO, "as told")
+
+    monkeypatch.setattr(owned_file.fcntl, "flock", fail)
+    with pytest.raises(OSError, match="as told"):
+        OwnedFile(tmp_path / "lock")
