@@ -271,7 +271,7 @@ _NO_CLUSTER = "Could not establish a configuration source"
 """What Slurm's commands say where there is neither a slurm.conf nor a server that has one."""
 
 _FORGOTTEN = "Invalid job id"
-"""What squeue says of jobs that ended long ago."""
+"""squeue's words for jobs that ended long ago."""
 
 
 def submit(launch: Launch) -> list[str]:
