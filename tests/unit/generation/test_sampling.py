@@ -49,6 +49,19 @@ def test_frequencies_are_the_probabilities_of_exactly_the_nucleus(temperature, t
     assert chisquare(found[kept].numpy(), expected.numpy()).pvalue > 0.01
 
 
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("seed", range(3))
+def test_top_p_keeps_exactly_the_nucleus(top_p, seed):
+    logits = random_logits(1, 20, seed=seed)
+    uniforms = torch.linspace(0, HIGHEST, 200_000)
+    found = set(sampled(logits, uniforms, sampling(1.0, top_p)).tolist())
+    probs = logits[0].softmax(-1)
+    expected = nucleus(probs, top_p)
+    assert found <= expected
+    share = {token: float(probs[token] / probs[list(expected)].sum()) for token in expected}
+    assert {token for token in expected if share[token] > 1e-5} <= found  # rarer ones fall between the uniforms
+
+
 @pytest.mark.parametrize("params", [sampling(), sampling(0.5), sampling(1.0, 0.9)], ids=str)
 @pytest.mark.parametrize("columns", [7, 1000, 30_000])
 def test_tokens_of_probability_zero_are_never_chosen(params, columns):
