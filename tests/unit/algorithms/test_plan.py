@@ -1,10 +1,13 @@
 """Requests and their seeds; and warnings of exploration that cannot act and of collections that teach nothing."""
 
 import pytest
+import torch
 
 from nemo_edo.algorithms.plan import collection_hazards, exploration_hazards, request_seed, sampling_requests
 from nemo_edo.config import GRPOConfig, IDPOConfig
-from nemo_edo.types import Problem
+from nemo_edo.generation.sampling import choose_tokens
+from nemo_edo.losses import exploration_term
+from nemo_edo.types import Problem, SamplingParams
 
 PROBLEMS = [Problem(name, "q", "#### 1", "1", "file:1") for name in ("train-2", "train-1")]
 PROMPTS = {"train-1": (1,), "train-2": (2, 3)}
@@ -62,3 +65,15 @@ def test_exploration_that_cannot_act_as_configured_is_reported_and_nothing_else(
         assert not any("the loss is that of GRPO" in said for said in told)
     cut = exploration_hazards(config, steps, top_p=0.9)
     assert any("sampling.top_p is 0.9" in said for said in cut) == bool(config.exploration_weight)
+
+
+def test_on_policy_the_terms_gradient_is_noise_for_the_whole_distribution_and_a_push_for_a_cut_one():
+    logits = torch.linspace(-2, 2, 12, requires_grad=True)
+    rows, mask = logits.detach().expand(40_000, -1), torch.ones(40_000, 1)
+    uniforms, norms = torch.rand(40_000, generator=torch.Generator().manual_seed(0)), {}
+    for top_p in (1.0, 0.9):
+        tokens, _ = choose_tokens(rows, uniforms, SamplingParams(1.0, top_p, 1))
+        logprobs = logits.log_softmax(-1)[tokens][:, None]
+        term = exploration_term(logprobs, logprobs.detach(), mask, reduction="seq-sum")
+        norms[top_p] = float(torch.autograd.grad(term.mean(), logits)[0].norm())
+    assert norms[1.0] < 0.006 and norms[0.9] > 0.03
