@@ -1,7 +1,5 @@
 """The verdict on a held-out study's claim, from the rows of its table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,11 +32,8 @@ class Gain:
     """The mean over seeds with Student's t interval (95 %)."""
     p: float
     """Two-sided; adjusted by Holm's method for all tests of the table."""
-
-    @property
-    def detectable(self) -> float:
-        """The least true difference that these seeds show with probability 0.8, before any correction."""
-        return detectable(self.values)
+    detectable: float
+    """The least true difference that these seeds show with probability 0.8, before any correction."""
 
     @property
     def stands(self) -> bool:
@@ -57,21 +52,31 @@ def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote"
     studies are judged: raises ValueError where an arm lacks a seed on some task, for an arm with several doses, and for
     fewer than two seeds.
     """
+    rows = [*rows]
     votes = _votes(rows, baselines, metric)
+    # Votes over n problems go by 1 / n: seeds that differ can tie (``mean_interval``).
+    problems = {row["task"]: int(row["problems"]) for row in rows if row["problems"]}
+    roundings = {task: 1 / problems.get(task, 1) ** 2 / 6 for task in votes.index.unique("task")}
     best = votes[[*baselines]].groupby("task", sort=False).mean().idxmax(axis=1)
     rival = pd.Series([votes.at[(task, seed), best[task]] for task, seed in votes.index], votes.index)
-    apart: list[tuple[str, str, str, list[float]]] = []
+    apart: list[tuple[str, str, str, list[float], float]] = []
     for candidate in votes.columns.drop([*baselines]):
         over_plain, over_best = votes[candidate] - votes[baselines[0]], votes[candidate] - rival
         for task in best.index:
-            apart.append((task, candidate, baselines[0], over_plain[task].tolist()))
-            apart.append((task, candidate, best[task], over_best[task].tolist()))
-        apart.append((ALL_TASKS, candidate, baselines[0], over_plain.groupby("seed").mean().tolist()))
-        apart.append((ALL_TASKS, candidate, "best of each task", over_best.groupby("seed").mean().tolist()))
-    adjusted = holm([mean_p_value(values) for *_, values in apart]) if apart else []
+            apart.append((task, candidate, baselines[0], over_plain[task].tolist(), roundings[task]))
+            apart.append((task, candidate, best[task], over_best[task].tolist(), roundings[task]))
+        of_mean = sum(roundings.values()) / len(roundings) ** 2
+        apart.append((ALL_TASKS, candidate, baselines[0], over_plain.groupby("seed").mean().tolist(), of_mean))
+        apart.append((ALL_TASKS, candidate, "best of each task", over_best.groupby("seed").mean().tolist(), of_mean))
+    adjusted = holm([mean_p_value(values, rounding=rounding) for *_, values, rounding in apart]) if apart else []
     return [
-        Gain(task, candidate, other, tuple(values), seeds_interval("vote", values, differences=True), float(p))
-        for (task, candidate, other, values), p in zip(apart, adjusted, strict=True)
+        Gain(
+            *(task, candidate, other, tuple(values)),
+            interval=seeds_interval("vote", values, differences=True, rounding=rounding),
+            p=float(p),
+            detectable=detectable(values, rounding=rounding),
+        )
+        for (task, candidate, other, values, rounding), p in zip(apart, adjusted, strict=True)
     ]
 
 

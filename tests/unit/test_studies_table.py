@@ -17,7 +17,7 @@ from nemo_edo.experiments.verdict import gains, markdown
 
 def row(arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:
     return {**dict.fromkeys(COLUMNS, ""), "task": "t", "arm": arm, "seed": str(seed), "iteration": "15",
-            "temperature": "1", "vote": str(vote), **values}
+            "temperature": "1", "vote": str(vote), "problems": "300", **values}
 
 
 def test_every_table_of_the_page_is_computed_from_the_files():

@@ -10,7 +10,7 @@ BASELINES = ("grpo", "bonus")
 
 def row(task: str, arm: str, seed: int, vote: float, **values: str) -> dict[str, str]:
     return {"task": task, "arm": arm, "dose": "", "seed": str(seed), "iteration": "15", "temperature": "best",
-            "note": "", "vote": str(vote), **values}  # fmt: skip
+            "note": "", "vote": str(vote), "problems": "300", **values}  # fmt: skip
 
 
 def table(**level: dict[str, float]) -> list[dict[str, str]]:
@@ -36,6 +36,12 @@ def test_a_task_is_won_only_above_both_the_plain_method_and_the_tasks_best_basel
     each = "ours wins 2 of 2 (a, b); weak wins 0 of 2."
     assert verdict(found) == f"The claim is won by ours (at least 2 of 2 tasks): {each}"
     assert verdict([one for one in found if one.candidate == "weak"]).startswith("No candidate wins the claim (")
+
+
+def test_differences_that_tie_are_no_proof():
+    rows = [row("a", arm, seed, vote) for arm, vote in (("grpo", 0.5), ("ours", 0.53)) for seed in SEEDS]
+    few = [{**one, "problems": "30"} for one in rows]
+    assert tasks_won(gains(rows, ("grpo",))) == {"ours": ["a"]} and tasks_won(gains(few, ("grpo",))) == {"ours": []}
 
 
 def test_the_last_evaluation_at_the_best_temperature_counts_and_a_training_that_a_guard_stopped_as_votes_of_0():
