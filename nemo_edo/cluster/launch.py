@@ -1,7 +1,5 @@
 """``nemo-edo launch``: checks a config, or a sweep, as ``train`` does, and submits it to Slurm by an sbatch script."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -245,6 +243,8 @@ def write_snapshot(launch: Launch) -> None:
     shutil.copytree(PACKAGE, code / "nemo_edo", ignore=ignored)
     if not (PACKAGE / "conf").is_dir():
         shutil.copytree(shipped_config_dir(), code / "conf", ignore=ignored)
+    for copied, *_ in os.walk(code):
+        os.chmod(copied, 0o755)  # of a package that nobody may write to, the next launch could not replace the copy
     members = launch.folder / "members"
     members.mkdir(parents=True, exist_ok=True)
     for place, member in enumerate(launch.members):
