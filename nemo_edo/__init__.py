@@ -1,7 +1,5 @@
 """Exploration-driven optimisation (EDO) for LLM post-training on the Megatron/NeMo stack."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the parts know of each other: Protocols, so that an algorithm sees neither Megatron nor a server."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Protocol

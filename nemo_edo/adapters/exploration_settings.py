@@ -1,7 +1,5 @@
 """Settings of every adapter (coefficient and floor), and the check that the trainer's schedule lets the term act."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ runs NeMo-RL's script with ``EDGRPOLossFn`` in the place of ``ClippedPGLossFn``.
 this package must be importable in their environments too.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

@@ -3,8 +3,6 @@
 prime-rl calls it for each packed sequence and divides the sum over all of them by the step's number of tokens.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Mapping
 from typing import Any

@@ -4,8 +4,6 @@ One of rLLM's own losses plus coefficient * E_old[log pi_theta - log pi_old], ag
 backend gives to each loss. rLLM prefers a backend's own loss of the same name, hence not ``ed_grpo``, which is verl's.
 """
 
-from __future__ import annotations
-
 import warnings
 
 from rllm.trainer.algorithms.loss import RLLM_LOSS_AGG_MODE, LossContext, get_loss, register_loss

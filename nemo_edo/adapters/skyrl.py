@@ -4,8 +4,6 @@ SkyRL divides advantages by the mini-batch's counts and sums its losses, so that
 divisors are known in two of its reductions, ``sequence_mean`` and ``seq_mean_token_sum_norm``; others are refused.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from skyrl.backends.skyrl_train.utils.off_policy_correction_utils import (

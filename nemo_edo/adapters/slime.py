@@ -4,8 +4,6 @@ slime's own policy loss plus coefficient * E_old[log pi_theta - log pi_old], red
 each loss. The settings come from the YAML file of ``--custom-config-path``.
 """
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any

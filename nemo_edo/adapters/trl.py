@@ -7,8 +7,6 @@ tokens and with the same denominators, from the log-probabilities of TRL's own f
 for ``DPOTrainer``, whose pairs were sampled from the policy as it was before the first step (iterative, online DPO).
 """
 
-from __future__ import annotations
-
 import copy
 import importlib
 import json

@@ -5,8 +5,6 @@ verl loads this module by the entry point ``verl.plugins`` whenever it is import
 terms. ``algorithm.adv_estimator=ed_group`` gives ``group_advantages``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What an iteration trains on, and what its samples say about the policy that generated them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

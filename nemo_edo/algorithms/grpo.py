@@ -1,7 +1,5 @@
 """ED-GRPO and its baselines: from an iteration's scored samples to advantages within each prompt's group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

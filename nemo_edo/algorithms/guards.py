@@ -5,8 +5,6 @@ a guard is set to. The decisions depend on the measurements alone, and their sta
 decides as an uninterrupted one.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """ED-iDPO and ETO: preference pairs from an iteration's own samples, and all of these samples for exploration."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -8,8 +8,6 @@ an engine that has separate weights, an iteration's samples may be generated whi
 (``samples.Ahead``). Before all of it the policy learns the solutions of a problems file (``train_supervised``).
 """
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

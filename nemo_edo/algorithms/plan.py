@@ -1,7 +1,5 @@
 """The settings of Algorithm 1, and what follows from them: each iteration's problems, its policies, its steps."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

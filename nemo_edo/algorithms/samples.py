@@ -1,8 +1,6 @@
 """An iteration's samples: generated and scored part by part, be it while the one before trains, or read from stored
 rollouts; and those of an older policy, which the exploration term may run over."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

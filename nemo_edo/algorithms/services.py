@@ -1,7 +1,5 @@
 """Services that Algorithm 1 calls, and its progress for a restart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -11,8 +11,6 @@ solutions with mistakes: some addition facts ("weak" ones) are mostly wrong ther
 other step now and then.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

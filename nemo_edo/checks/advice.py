@@ -1,7 +1,5 @@
 """What to change in a config that does not fit, the cheapest first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from operator import attrgetter
 

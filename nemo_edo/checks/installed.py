@@ -4,8 +4,6 @@ Reads package metadata with the standard library alone, so that an installation 
 lacks.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version

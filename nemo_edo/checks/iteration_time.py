@@ -5,8 +5,6 @@ share of the hardware's peak they reach is an assumption, fitted to two publishe
 (``tests/unit/checks/test_models_page.py`` compares the estimates with these and with others; docs/models.md).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Ranks make the later ones together. A collective that hangs does not say why, so the all-reduce comes last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

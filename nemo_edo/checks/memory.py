@@ -7,8 +7,6 @@ matrix of scores, in fused kernels. They are an upper bound: every sequence of a
 model.seq_length long. What no formula gives is an assumption, and named as one below.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Iterator

@@ -10,8 +10,6 @@ which exits with status 0 if all nodes are healthy, otherwise with 4. The first 
 "nemo-edo:" for each fault.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """The arguments of each ``nemo-edo`` command, and its help."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import textwrap

@@ -11,8 +11,6 @@ the URLs of all. The script makes their key, sets it in the environment of serve
 ``servers_ended`` once their step ends.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -6,8 +6,6 @@
 Errors name the key as a user writes it. No check reads files, weights or devices: they run while a config is composed.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterable

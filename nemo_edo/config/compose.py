@@ -5,8 +5,6 @@ are checked here, where the source of a value is still known: each error is one 
 and line or the override that it comes from, and what would be right.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable, Collection
 from dataclasses import is_dataclass

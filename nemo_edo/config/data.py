@@ -1,7 +1,5 @@
 """Where problems come from, how a model is prompted with them, and how its answers are verified."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional

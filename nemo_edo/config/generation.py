@@ -1,7 +1,5 @@
 """Where responses come from: the trainer's own process, or servers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Optional, Union
 

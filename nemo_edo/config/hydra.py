@@ -1,7 +1,5 @@
 """Composes the files of ``conf/`` and a command line's overrides by Hydra, and knows where each value comes from."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection
 from contextlib import suppress

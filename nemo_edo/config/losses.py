@@ -1,7 +1,5 @@
 """Settings of the objectives in ``nemo_edo.losses``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Optional
 

@@ -1,7 +1,5 @@
 """The sections of a config that say how a model is split over processes, and in which numbers it computes."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional

@@ -1,7 +1,5 @@
 """Process reward models: training one by ranking NCE, and scoring the responses that a run has stored."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional
 

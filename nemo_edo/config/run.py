@@ -1,7 +1,5 @@
 """The sections of a run's config."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Optional

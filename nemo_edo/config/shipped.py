@@ -1,7 +1,5 @@
 """The configs that come with the package: where they are, and what they are for. It loads nothing big."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 

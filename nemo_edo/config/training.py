@@ -1,7 +1,5 @@
 """The sections of a config that train: the warm-up, and Algorithm 1 around each objective."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Optional, Union
 

@@ -1,7 +1,5 @@
 """Final answers: where a response states them, and the one spelling of a number."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Token ids to training batches, the order in which an epoch visits them, a batch on disk, and preference pairs."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterable, Sequence

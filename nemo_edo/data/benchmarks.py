@@ -1,7 +1,5 @@
 """The benchmarks: where each comes from, the columns and row counts of its official files, and its gold answers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Hugging Face model folders: the one that ``model.path`` names, what can be checked of its files without loading a
 model, the files of an export other than its weights, and a folder's first and last layers."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

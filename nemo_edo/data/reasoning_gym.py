@@ -1,8 +1,6 @@
 """reasoning-gym's tasks (the extra ``reasoning-gym``) as a source of problems, and their reward. A problem is an item
 of a task's data set; an item's seed is the data set's plus its place."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache

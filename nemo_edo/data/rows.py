@@ -1,7 +1,5 @@
 """The rows of a data file: JSON lines, a JSON list, Parquet, a folder of either, or a data set saved to disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

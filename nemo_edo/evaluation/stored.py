@@ -11,8 +11,6 @@ Dimensions: P problems, N responses to each, n of them with a verdict, K = n siz
 circles.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace

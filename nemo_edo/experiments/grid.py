@@ -5,8 +5,6 @@ files say which command trains a cell, and end with their process: several comma
 system, may run a grid together. The first cell of a warm-up trains it; the others wait for it, and adopt it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

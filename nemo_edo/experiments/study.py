@@ -16,8 +16,6 @@ warm-up, which a separate run trains, the start; seeds can share it (``warm_up_s
 finished, whether or not its folder is still there.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

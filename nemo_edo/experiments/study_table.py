@@ -11,8 +11,6 @@ commit                     of the code; a + at its end: some file differed, be i
 note                       why a guard ended the training, which then has no metrics
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import hashlib

@@ -3,8 +3,6 @@
 The same command resumes a stopped sweep: finished runs are left alone, the others resume.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

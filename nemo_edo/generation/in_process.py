@@ -1,7 +1,5 @@
 """Engines that need no refit: their weights are the trainer's own, or are never trained."""
 
-from __future__ import annotations
-
 from nemo_edo.interfaces import GenerationEngine
 
 

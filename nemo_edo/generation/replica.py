@@ -1,7 +1,5 @@
 """One server that has the whole model: one that was running before the run, or one that the run starts."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

@@ -1,7 +1,5 @@
 """Single-token passes of a model in training, and sampling by random numbers that depend on the request only."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 

@@ -5,8 +5,6 @@ cut. vLLM has two kinds: ``processed_logprobs``, after temperature and cut, and 
 cut the former are right at every temperature; with a cut, the latter are at temperature 1. The config allows nothing
 else. Greedy decoding has neither temperature nor cut."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

@@ -1,7 +1,5 @@
 """The engine that generates with servers, whichever of them fail meanwhile."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol

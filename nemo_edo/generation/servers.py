@@ -1,7 +1,5 @@
 """Generation servers: what they need on this machine, where they are placed, and their start."""
 
-from __future__ import annotations
-
 import secrets
 import shutil
 from collections.abc import Sequence

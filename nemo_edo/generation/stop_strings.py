@@ -1,7 +1,5 @@
 """Where a stop string ends a response: one rule for all engines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 CUT_CHARACTER = "\ufffd"  # what decoding shows for an incomplete character

@@ -6,8 +6,6 @@ relative to a group or to nothing, never to the batch: a loss divides by its own
 Dimensions: B responses, G groups.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence

@@ -4,8 +4,6 @@ Every answer to "is this finite?" makes the host wait for a GPU. A public loss t
 computes, and reads them together when it returns; only after a failure does it look for the place.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator

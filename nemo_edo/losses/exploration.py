@@ -9,8 +9,6 @@ off-policy steps of an iteration. Without the floor it is unbounded below. The f
 the paper's.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

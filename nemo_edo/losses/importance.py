@@ -5,8 +5,6 @@ from another policy mu altogether. The behaviour policy is the one that sampled.
 flows through them.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ The paper's ED-GRPO equation prints an argmin over the surrogate without its min
 with one aggregation for all terms. PPO, DAPO, Dr.GRPO, GSPO, CISPO and REINFORCE are settings of it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -31,8 +31,6 @@ Dimensions: P pairs, B sampled responses, T response tokens, Q questions, K nega
 Log-probabilities are natural logs.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

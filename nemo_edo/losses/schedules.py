@@ -30,8 +30,6 @@ most. A ratio of 0, NaN or infinity (a batch without samples, or without advanta
 stays, and the next step measures again.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

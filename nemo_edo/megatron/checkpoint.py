@@ -1,7 +1,5 @@
 """Megatron distributed checkpoints: written by all ranks, loadable at any tensor- or pipeline-parallel size."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ A field may have the value that transformers takes where it is absent. Any other
 that is Megatron's config of the model: a field without an effect on it is lost in the conversion and refused by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,8 +1,6 @@
 """Whether each tensor of a model folder's files is a weight of its model, and each weight of the model is in a file.
 transformers' model on the meta device tells the names and shapes, Bridge's mappings what the conversion reads."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

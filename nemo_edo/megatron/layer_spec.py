@@ -1,8 +1,6 @@
 """Which kernels a model computes with: Transformer Engine's, or torch's and Megatron's own; and what they are called.
 This is the one switch between the two: other modules ask the functions here about ``cpu/`` and do not import it."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

@@ -9,8 +9,6 @@ all of its tensor- and pipeline-parallel share. A range of a matrix is a few rec
 take as they are: the files then have the same tensors, written in other pieces, and load at any layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

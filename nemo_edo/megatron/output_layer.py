@@ -6,8 +6,6 @@ logits, or with the fused head without ever holding them (``linear_logprobs_and_
 checkpoints, hooks and the generation engine are unaffected.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

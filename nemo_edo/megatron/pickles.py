@@ -1,8 +1,6 @@
 """Pickled parts of a checkpoint, read without running what others may have put into them: torch's and Megatron's
 readers unpickle ``.metadata`` and whatever it calls an object, Transformer Engine's layers their ``_extra_state``."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -5,8 +5,6 @@ one without, ``cpu/without_cuda.py`` answers where Megatron assumes CUDA, or Tra
 chooses a model's kernels by the device that it returns, and nothing else asks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """A Megatron model that is trained: its optimizer, its schedule, and frozen copies of its weights."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

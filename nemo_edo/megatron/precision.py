@@ -1,7 +1,5 @@
 """What FP8 training needs from the machine and the model, checked before time is spent, and Megatron's switches."""
 
-from __future__ import annotations
-
 import os
 import warnings
 

@@ -6,8 +6,6 @@ by Aligning Training and Inference Routers"). The gates' probabilities, and so t
 trainer's own. megatron-core records and replays (``RouterReplay``, one for each router); here is what it replays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

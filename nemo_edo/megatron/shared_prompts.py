@@ -6,8 +6,6 @@ values are put together for it from the pack, and its results are taken apart ag
 last token is not shared: what it predicts is a response's own first token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

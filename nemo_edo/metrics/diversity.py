@@ -5,8 +5,6 @@ Distinct-n is exact and counts by sorting: an n-gram becomes one 64-bit number. 
 shorter grams are replaced by their ranks first, which need at most 32.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from array import array

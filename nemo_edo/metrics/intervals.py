@@ -11,8 +11,6 @@ Pearson's beta distributions. That they cover for every distribution on [0, 1] i
 Thomas 2019) that no simulation has contradicted; ``docs/evaluation.md`` has ours.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Iterator, Sequence

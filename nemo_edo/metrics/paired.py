@@ -5,8 +5,6 @@ A run's results are a sequence, one entry for each problem in the same order for
 result, in any order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

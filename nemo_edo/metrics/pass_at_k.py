@@ -1,7 +1,5 @@
 """Expected results of k responses, estimated from more of them: pass@k, and the majority vote's score."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """The model classes with an exploration term: ED-GRPO and ED-iDPO."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import replace

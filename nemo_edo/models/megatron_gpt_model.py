@@ -1,7 +1,5 @@
 """ModelPT around a Megatron policy, with NeMo-Aligner's life cycle, and its archives; supervised fine-tuning."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The memory that is free for tensors, of every rank."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,8 +1,6 @@
 """logprobs.py's two functions of a block as Triton kernels: one pass over the logits each, with no copy in fp32.
 Imported on GPUs only. With TRITON_INTERPRET=1 in the environment before the import, Triton runs them on a CPU."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -10,8 +10,6 @@ Blocks are of columns and not of positions, so that each row of the weights' gra
 precision of the matrix product and written once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What one rank decides for all of them, and what they share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

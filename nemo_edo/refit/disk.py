@@ -1,7 +1,5 @@
 """Refit through a folder, in shared memory or a shared file system, that the trainer writes and the servers read."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 (``torch.cuda.nccl.init_rank`` fails since Python 3.10). Communicators are non-blocking (nccl.h, ``ncclConfig_t``), so
 that a rank that dies costs an error and not the run."""
 
-from __future__ import annotations
-
 import ctypes
 import time
 from collections.abc import Callable

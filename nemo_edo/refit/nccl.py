@@ -5,8 +5,6 @@ the first rank packs them into buckets. No process has a second copy of the whol
 servers' side is vLLM's (``vllm.distributed.weight_transfer``, read at 0.33): the trainer sends them an NCCL unique id
 and the size of a bucket, and then the names, types and shapes."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import logging

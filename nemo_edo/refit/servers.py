@@ -1,8 +1,6 @@
 """What vLLM is told besides its weights: their name, what to forget, and when to sleep. These are its development
 endpoints (VLLM_SERVER_DEV_MODE=1): nothing but the run may reach them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Builds the refit of servers from the config, and checks it before a run begins."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import secrets

@@ -5,8 +5,6 @@ interval over problems where there is one. Values of optimizer steps are average
 go up and down by construction.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import re

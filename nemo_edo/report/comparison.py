@@ -6,8 +6,6 @@ difference is shown, corrected for the number of differences. One run has the di
 baseline (``replicate_baseline``) instead, which gives a scale and decides nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Verdicts (better, higher) are for differences that several seeds show, corrected
 and differences only, next to the distance between two trainings of the baseline.
 """
 
-from __future__ import annotations
-
 import io
 from itertools import product
 

@@ -15,8 +15,6 @@ at those of the arm whose own are further apart, and the less at one that is far
 Dimensions: C collections of an arm, M measures, K points of a fit between its first and its last.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 No request leaves the page, whatever the responses in it contain.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

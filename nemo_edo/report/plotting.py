@@ -3,8 +3,6 @@
 A value that is missing or not finite leaves a gap; it is never drawn as zero.
 """
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Mapping, Sequence

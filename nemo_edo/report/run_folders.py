@@ -1,7 +1,5 @@
 """The folders of the runs that a report is of, found before any is read."""
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Sequence

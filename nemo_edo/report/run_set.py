@@ -6,8 +6,6 @@ its sampling; runs of other seeds repeat it. Everything else, the data, the mode
 to be the same, so that a difference in the results is a difference between arms.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections import Counter

@@ -5,8 +5,6 @@ The page unpacks the samples in the reader's browser. Where all responses would 
 first of each problem; the run's folder has them all.
 """
 
-from __future__ import annotations
-
 import base64
 import gzip
 import itertools

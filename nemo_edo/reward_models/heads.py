@@ -1,7 +1,5 @@
 """The reward models' networks, built on transformers: features at positions, and a head that scores them."""
 
-from __future__ import annotations
-
 import copy
 from collections import OrderedDict
 from typing import Any

@@ -2,8 +2,6 @@
 is a question's steps up to and including the labelled one. The ranking loss takes, for each question, one positive step
 (of a correct solution) and K - 1 sampled negative ones (``losses.ranking_nce_loss``)."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -2,8 +2,6 @@
 ``output_dir/name`` gets ``model`` (a Hugging Face folder that ``nemo-edo score`` takes), ``results.json``, and, until
 it is finished, ``checkpoints``, from which a killed training resumes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Sequence

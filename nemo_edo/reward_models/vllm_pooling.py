@@ -12,8 +12,6 @@ ours, an encoder       itself (ModernBertForSequenceClassification)      classif
 =====================  ================================================  ==================================
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

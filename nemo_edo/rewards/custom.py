@@ -1,7 +1,5 @@
 """Rewards by a user's functions, which run in a worker process: it is killed where a call exceeds its time limit."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,8 +1,6 @@
 """Whether two answers are equivalent: both are respelled, read, and compared by their kind. Only worker processes
 import it: an answer can hang sympy or exhaust the memory (``utils.worker_pool`` limits both)."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Sequence

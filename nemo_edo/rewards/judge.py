@@ -4,8 +4,6 @@ response's reason says so (``types.ABSTAINED``), its reward of 0 has no meaning,
 share of abstentions the run stops and keeps the verdicts so far. Final answers are extracted, and responses without an
 answer or an end are wrong, as with the verifiers."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

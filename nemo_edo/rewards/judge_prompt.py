@@ -1,7 +1,5 @@
 """The request to a judge, and the strict parsing of its verdict."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 r"""Spellings of answers that the parser does not know or misreads, rewritten: it takes ``3 1/2`` for (3+1)/2, ``2**3``
 and ``2^-1`` for 2, and ``0.\overline{3}`` for 0."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from fractions import Fraction

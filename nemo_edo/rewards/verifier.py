@@ -6,8 +6,6 @@ comparisons and is not transitive. Its price: two answers that only an identity 
 two.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 An engine with ``takes_all`` hands over responses as they end, any other one a part's responses together.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

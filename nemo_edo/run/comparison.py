@@ -1,7 +1,5 @@
 """Before a model is trained, its log-probabilities are compared with transformers': it is the folder's, or refused."""
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

@@ -4,8 +4,6 @@ Files and not signals or exit codes: torchrun keeps a worker's code to itself an
 is less than a large checkpoint takes.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The main job: a warm-up, then one training for each arm from the same start, evaluations, and the report."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from contextlib import closing

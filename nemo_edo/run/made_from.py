@@ -4,8 +4,6 @@ Sizes and times are compared first: a file's content is read once when the run b
 differ.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

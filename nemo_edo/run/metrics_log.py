@@ -1,8 +1,6 @@
 """The lines of metrics.jsonl, written as a run measures them and cut where it resumes, and what of them the terminal
 shows: an iteration's samples, an evaluation, the time left."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """The README.md of an exported policy, as the Hugging Face hub reads it, and the upload to a hub's repository."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Evaluates a policy within a run: responses on disk part by part, metrics logged, results and the best policy kept;
 what more compute would make of stored responses; and where an arm's evaluations end its training."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -1,7 +1,5 @@
 """A run's problems: which files have them, and whether the run can use them."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path

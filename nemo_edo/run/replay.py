@@ -1,7 +1,5 @@
 """Replays a skipped step: its batch with the weights of that step, as a whole and row by row."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

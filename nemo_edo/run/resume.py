@@ -1,7 +1,5 @@
 """Checkpoints that a killed run resumes from."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from dataclasses import asdict

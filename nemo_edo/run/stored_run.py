@@ -1,7 +1,5 @@
 """A run's folder, opened again: its config, its questions, and the responses of its training and its evaluations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run's summary.json and samples.json, and the warnings that it keeps for them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -4,8 +4,6 @@ A step ends where the text has a separator, or with the solution. A path is cont
 sampled for it, without tokenising again: where a token extends past a separator, the next step begins with its rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple

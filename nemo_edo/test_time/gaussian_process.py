@@ -12,8 +12,6 @@ reason all arithmetic is in float64: in float32 the factor's error reaches 1e-3 
 Dimensions: D components of an embedding, N embeddings.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -19,8 +19,6 @@ Questions advance in lockstep: after one call of the scorer for the questions th
 the proposer and one of the scorer for all that are not done.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter

@@ -8,8 +8,6 @@ class's first member, and it is what a vote returns. Where the relation is not t
 of the answers; where it does not relate an answer to itself, repetitions of that answer stay apart.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Atomic file writes, JSON files whose mistakes are named, and sizes such as 5GB."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

@@ -2,8 +2,6 @@
 httpx (0.28) scans its connection pool at the start and end of each request, which keeps a core busy, and answers
 waiting, at a few hundred requests in flight."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

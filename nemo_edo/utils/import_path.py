@@ -1,7 +1,5 @@
 """A user's own functions, named by import path: ``pkg.mod:fn``. The working directory is importable."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util

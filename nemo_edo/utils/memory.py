@@ -1,8 +1,6 @@
 """The memory of this machine, as far as its control group lets this process have it (a container's or a job's), and
 how this process gives back what it no longer uses."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -1,7 +1,5 @@
 """Where a run's wall time goes: seconds by phase, each second in exactly one of them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

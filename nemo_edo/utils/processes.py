@@ -1,7 +1,5 @@
 """Processes that end with their parent, so that none continues to write or train unattended."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

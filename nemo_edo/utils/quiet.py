@@ -1,7 +1,5 @@
 """Libraries that leave the terminal to the run: their loggers, warnings and threads."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

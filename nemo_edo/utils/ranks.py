@@ -1,8 +1,6 @@
 """The variables by which torchrun, or a task of Slurm, tells a process its rank (a shell may have left-over ones), and
 the name by which one node reaches another."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Parts of error messages: the name that was probably meant, and a value in a few words."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 from typing import Any

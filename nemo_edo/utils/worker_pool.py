@@ -8,8 +8,6 @@ threads, gigabytes) is never forked.
 Server and workers import neither torch nor the trainer, and end when the trainer closes the connection or has ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

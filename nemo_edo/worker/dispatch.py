@@ -5,8 +5,6 @@ sends a call to all other ranks, executes rank 0's part itself, since the model'
 the answers. Sockets and not a process group carry them: waiting takes no CPU time, has no limit, and ends when the
 other process does."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import io

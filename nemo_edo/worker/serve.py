@@ -1,7 +1,5 @@
 """A rank's process other than the controller's: it executes calls until the controller ends."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import pickle

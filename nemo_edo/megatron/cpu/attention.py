@@ -6,8 +6,6 @@ they are cached, where Megatron's own rotates every cached key again at each new
 restart in a row. So prompts are stored once, and a pack may share its prompts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Torch's norms, and, made of local parts, the layers of families that Bridge has with Transformer Engine's alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Weights in oneDNN's own layout, into which a product otherwise brings them each time: with the few rows of decoding
 that costs as much as the product."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
