@@ -15,9 +15,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from nemo_edo.checks.preflight import check_job
 from nemo_edo.config import ClusterConfig, RunConfig
 from nemo_edo.config.compose import ConfigError, compose_incomplete, compose_run, resolved_yaml
+from nemo_edo.config.hydra import quoted
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
-from nemo_edo.experiments.grid import quoted
 from nemo_edo.experiments.sweep import SweepGrid, plan_sweep, write_members
 from nemo_edo.run_folder import LAUNCH, RunFolder
 from nemo_edo.utils.files import check_folder
@@ -29,6 +29,7 @@ OF_THE_SCRIPT = (
     *("PYTHONPATH", "PYTHONSAFEPATH", "NEMO_EDO_CONTROL", "NEMO_EDO_SERVER_KEY", "MASTER_ADDR", "MASTER_PORT"),
 )
 """Variables that a job's script sets."""
+_IN_ONE_JOB = "a sweep's members are one array of jobs of the same shape"
 SELFTEST_LIMIT = "00:30:00"
 """Slurm's --time of a selftest, which takes five minutes: with more, it would wait longer for its nodes."""
 
@@ -57,13 +58,17 @@ class Launch:
 def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, multirun: bool) -> Launch:
     """The job for a config, or for a sweep. Raises ConfigError or UserError where it cannot run; writes nothing."""
     # An absolute path: jobs may start in another folder.
-    named = [override for override in overrides if override.startswith("output_dir=")]
+    named = [override for override in overrides if override.lstrip("+").startswith("output_dir=")]
     given = compose_incomplete(config_name, named, config_dir)[0].output_dir
     overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
     if multirun:
         sweep = plan_sweep(config_name, overrides, config_dir)
         cfg, folder = sweep.cells[0].cfg, sweep.folder
-        configs = (cell.cfg for cell in sweep.cells)
+        configs = [cell.cfg for cell in sweep.cells]
+        if any(one.cluster != cfg.cluster for one in configs):
+            raise ConfigError(f"{_IN_ONE_JOB}, and cluster.* differs: launch a sweep for each")
+        if cfg.cluster.server_nodes and any(one.generation.servers != cfg.generation.servers for one in configs):
+            raise ConfigError(f"{_IN_ONE_JOB} with cluster.server_nodes, and generation.servers.* differs")
         cells = {repr((one.data, one.model, one.rewards, one.sft)): one for one in configs}.values()
         members = tuple(Member(cell.config, folder / cell.name) for cell in sweep.cells)
         left = sweep.left()
@@ -71,12 +76,12 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         if not waiting:
             raise UserError(f"nothing is left to run: {members[0].run} and all others are finished")
     else:
-        sweep, cfg = None, compose_run(config_name, overrides, config_dir)
+        sweep, configs = None, [cfg := compose_run(config_name, overrides, config_dir)]
         run, config = RunFolder(Path(cfg.output_dir) / cfg.name), resolved_yaml(cfg)
         run.check_free(config)
         if run.is_finished:
             raise UserError(f"{run.path} is finished already; choose another name=..., or remove it")
-        folder, cells, members, waiting = run.path, [cfg], (Member(config, run.path),), (0,)
+        folder, cells, members, waiting = run.path, configs, (Member(config, run.path),), (0,)
     if cfg.cluster.server_nodes and (not cfg.generation.is_served or cfg.generation.servers.urls):
         raise ConfigError(
             "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
@@ -89,7 +94,8 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         )
     for one in cells:
         check_job(one)
-    require_gpus_at_work(cfg)
+    for one in configs:
+        require_gpus_at_work(one)
     return _launchable(Launch(folder / LAUNCH, members, waiting, cfg.cluster, sweep, cfg))
 
 
@@ -143,10 +149,11 @@ def _launchable(launch: Launch) -> Launch:
     if cluster.kind != "slurm":
         needed = "launch needs cluster=slurm (conf/cluster/); train runs here"
         raise ConfigError(f"cluster.kind is {cluster.kind!r}: {needed}")
-    if not folder.isprintable() or {"\\", ":"} & {*folder}:
+    signs = "\\:" if cluster.container.kind == "none" else "\\:,"
+    if not folder.isprintable() or {*signs} & {*folder}:
         raise UserError(
-            f"{folder!r}: a job takes only folders whose names have printable characters, no \\ and no : (which "
-            "PYTHONPATH and containers' mounts are split at); choose another output_dir=... or name=..."
+            f"{folder!r}: a job takes only folders whose names have printable characters and none of {' '.join(signs)} "
+            "(which PYTHONPATH and containers' mounts are split at); choose another output_dir=... or name=..."
         )
     export = str(cluster.options.get("export", os.environ.get("SBATCH_EXPORT", "ALL")))
     if cluster.secrets_file is not None:

@@ -61,9 +61,13 @@ def _composed(
 ) -> tuple[Job, list[str]]:
     """The config, and the keys that lack a value; complete: where that is an error."""
     folders = search_order(config_name, Path(config_dir or shipped_config_dir()).resolve(), shipped_config_dir())
-    types = (item for job in JOBS.values() for item in setting_types(job).items())
-    texts = frozenset(key for key, hint in types if hint in (str, Optional[str]))
-    given, sources = compose_values(config_name, overrides, folders, texts)
+    given, sources = compose_values(config_name, overrides, folders, texts := text_settings())
+    for key, value in flattened(OmegaConf.to_container(given)).items():
+        is_text = key in texts or key.startswith("cluster.environment.")
+        if type(value) in (int, float) and (is_text or key.startswith("cluster.options.")):
+            written = sources.written(key)
+            if written is not None and (is_text or ":" in written):
+                OmegaConf.update(given, key, written)
     job = given.get(JOB)
     if job not in JOBS:
         known = ", ".join(name for name in JOBS if name)
@@ -83,6 +87,13 @@ def _composed(
             if differences.get("algorithm") == cfg.algorithm:
                 del differences["algorithm"]
     return cfg, missing
+
+
+@cache
+def text_settings() -> frozenset[str]:
+    """The keys whose values are texts, whatever else they look like."""
+    types = (item for job in JOBS.values() for item in setting_types(job).items())
+    return frozenset(key for key, hint in types if hint in (str, Optional[str]))
 
 
 def resolved_yaml(cfg: RunConfig | RewardModelRunConfig) -> str:

@@ -1,7 +1,7 @@
 """Composes the files of ``conf/`` and a command line's overrides by Hydra, and knows where each value comes from."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -61,21 +61,34 @@ class Sources:
 
     def place(self, key: str) -> str:
         """``command line: OVERRIDE`` or ``FILE:LINE``, whichever set the key last; otherwise that it is a default."""
+        found = self._setter(key)
+        if isinstance(found, Override):
+            return f"command line: {found.input_line}"
+        return DEFAULT if found is None else f"{_shown(found[0])}:{found[1].start_mark.line + 1}"
+
+    def written(self, key: str) -> str | None:
+        """What a file has as the key's value, whatever YAML makes of it: 24:00:00 would be a number to base 60. None
+        where no file set it last, or to no single value."""
+        found = self._setter(key)
+        is_scalar = isinstance(found, tuple) and isinstance(found[2], yaml.ScalarNode)
+        return found[2].value if is_scalar else None
+
+    def _setter(self, key: str) -> Override | tuple[Path, yaml.Node, yaml.Node] | None:
+        """The override, or the file with the nodes of the key's last part and its value."""
         for override in reversed(self.setters):
             names = f"{override.key_or_group}.", f"{key}."
             if names[1].startswith(names[0]) or names[0].startswith(names[1]):
-                return f"command line: {override.input_line}"
+                return override
         for path, package in reversed(self.files):
             if package and not key.startswith(f"{package}."):
                 continue
-            node, line = yaml.compose(path.read_text(encoding="utf-8")), None
+            name, node = None, yaml.compose(path.read_text(encoding="utf-8"))
             for part in key[len(package) :].lstrip(".").split("."):
                 entries = node.value if isinstance(node, yaml.MappingNode) else []
-                found = ((name.start_mark.line + 1, value) for name, value in entries if name.value == part)
-                line, node = next(found, (None, None))
-            if line:
-                return f"{_shown(path)}:{line}"
-        return DEFAULT
+                name, node = next(((name, value) for name, value in entries if name.value == part), (None, None))
+            if name is not None:
+                return path, name, node
+        return None
 
 
 def compose_values(
@@ -84,8 +97,10 @@ def compose_values(
     """The composed values, not yet typed, and their sources. Hydra reads the files that the config and the overrides
     choose; overrides of values are applied here, since the files have differences only, of which Hydra would take a
     new key for a mistake. texts: the keys whose values are texts, whatever else they look like (1e-3, it's)."""
-    parsed = _parse(overrides, texts)
-    choices = [f"hydra.searchpath=[file://{folders[1]}]"]
+    parsed = parse_overrides(overrides, texts)
+    for override in parsed:
+        _check(override)
+    choices = [f"hydra.searchpath=[{quoted(f'file://{folders[1]}')}]"]
     choices += [override.input_line for override in parsed if _is_choice(override, folders)]
     try:
         with initialize_config_dir(str(folders[0]), version_base="1.3"):
@@ -129,8 +144,15 @@ def compose_values(
     return values, Sources(config_name, choices, folders, kept)
 
 
-def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
-    """The overrides. A value of ``texts`` that Hydra takes for a number, or cannot read, is the text as it is."""
+def quoted(text: str) -> str:
+    """A text for Hydra's override grammar, whatever commas and equal signs are in it."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return f"'{escaped}'"
+
+
+def parse_overrides(overrides: Sequence[str], texts: Collection[str]) -> list[Override]:
+    """The overrides. A value of ``texts`` that Hydra takes for a number, or cannot read, is the text as it is. Raises
+    ConfigError."""
     parser, parsed = OverridesParser.create(), []
     try:
         for line in overrides:
@@ -149,20 +171,22 @@ def _parse(overrides: list[str], texts: Collection[str]) -> list[Override]:
     except OverrideParseException as error:
         # Hydra cannot read some values, such as a path with letters that are not ASCII, but for in quotes.
         key, equals, value = error.override.partition("=")
-        quoted, hint = f'{key}{equals}"{value}"', ""
+        in_quotes, hint = f'{key}{equals}"{value}"', ""
         with suppress(HydraException):
-            parser.parse_override(quoted)
-            hint = f"; quote a value that is more than plain letters, for the shell as well: '{quoted}'"
+            parser.parse_override(in_quotes)
+            hint = f"; quote a value that is more than plain letters, for the shell as well: '{in_quotes}'"
         raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE{hint}") from error
-    for override in parsed:
-        if override.is_sweep_override():
-            raise bad_override(override, "write a list as [a,b], quote a text with commas, or add -m for a sweep")
-        if override.key_or_group.partition(".")[0] in ("", "hydra"):
-            raise bad_override(override, "names no setting of a run")
-        if override.key_or_group == "arm" and override.package is None:
-            hint = "arms are chosen by arms=NAME or arms=[NAME,NAME]; ~arms.NAME leaves one out"
-            raise bad_override(override, hint)
     return parsed
+
+
+def _check(override: Override) -> None:
+    if override.is_sweep_override():
+        raise bad_override(override, "write a list as [a,b], quote a text with commas, or add -m for a sweep")
+    if override.key_or_group.partition(".")[0] in ("", "hydra"):
+        raise bad_override(override, "names no setting of a run")
+    if override.key_or_group == "arm" and override.package is None:
+        hint = "arms are chosen by arms=NAME or arms=[NAME,NAME]; ~arms.NAME leaves one out"
+        raise bad_override(override, hint)
 
 
 def _is_choice(override: Override, folders: list[Path]) -> bool:

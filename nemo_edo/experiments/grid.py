@@ -64,12 +64,6 @@ def train_command(config_name: str, overrides: Sequence[str], config_dir: str | 
     return [sys.executable, *module, "train", "--config-name", config_name, *folder, *overrides]
 
 
-def quoted(text: str) -> str:
-    """A text for Hydra's override grammar, whatever commas and equal signs are in it."""
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    return f"'{escaped}'"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One training of a grid."""

@@ -13,19 +13,18 @@ from itertools import product
 from pathlib import Path
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
-from hydra.errors import OverrideParseException
 
-from nemo_edo.config.compose import ConfigError, compose_run
+from nemo_edo.config.compose import ConfigError, compose_run, text_settings
+from nemo_edo.config.hydra import bad_override, parse_overrides, quoted
 from nemo_edo.errors import UserError
-from nemo_edo.experiments.grid import Cell, FailedCell, Grid, hold, quoted, run_grid
+from nemo_edo.experiments.grid import Cell, FailedCell, Grid, hold, run_grid
 from nemo_edo.report.run_folders import sweep_members
 from nemo_edo.run_folder import CONFIG
 from nemo_edo.utils.files import check_folder, write_text
 
 LONGEST_NAME = 120
-"""Characters of a run's name: file systems take 255 bytes, and a run's own files come on top in some of them."""
+"""Bytes of a run's name: file systems take 255, and a run's own files come on top in some of them."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,15 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
     ``ConfigError`` where nothing is swept or any run's config is wrong, and ``UserError`` where a run's folder
     belongs to another run: before the first one starts.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        raise ConfigError(f"command line: {error.override}: not in Hydra's form KEY=VALUE") from error
+    parsed = parse_overrides(overrides, text_settings())
     combinations = list(product(*map(_choices, parsed)))
     swept = [place for place, override in enumerate(parsed) if override.is_sweep_override()]
     if not swept:
         raise ConfigError("nothing is swept: give a setting several values, as in seed=1,2,3")
+    given = Counter(override.key_or_group for override in parsed)
+    for override in (parsed[place] for place in swept):
+        if given[override.key_or_group] > 1:
+            raise bad_override(override, f"{override.key_or_group} is given twice; give it once")
     first = compose_run(config_name, list(combinations[0]), config_dir)
     folder = Path(first.output_dir) / first.name
     if (folder / CONFIG).is_file():
@@ -112,6 +112,8 @@ def _names(swept: list[list[str]]) -> list[str]:
     plain = [re.sub(r"[^\w.,=+-]+", "_", re.sub(r"[\[\]{}'\"]", "", name)) for name in names]
     digests = [hashlib.sha256(name.encode()).hexdigest()[:8] for name in names]
     return [
-        short if plain.count(short) == 1 and len(short) <= LONGEST_NAME else f"{short[: LONGEST_NAME - 9]}-{digest}"
+        short
+        if plain.count(short) == 1 and len(short.encode()) <= LONGEST_NAME
+        else f"{short.encode()[: LONGEST_NAME - 9].decode(errors='ignore')}-{digest}"
         for short, digest in zip(plain, digests, strict=True)
     ]

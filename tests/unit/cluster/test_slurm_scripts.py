@@ -17,7 +17,7 @@ from nemo_edo.cluster import launch as launching
 from nemo_edo.cluster import task
 from nemo_edo.config.compose import ConfigError
 from nemo_edo.errors import RunStopped, UserError, WorkerFailed
-from nemo_edo.experiments.grid import quoted
+from nemo_edo.config.hydra import quoted
 from nemo_edo.run import control
 from nemo_edo.utils.ranks import variables_of_torchrun
 
@@ -354,6 +354,23 @@ def test_a_run_that_lost_a_worker_tells_its_job_nothing_so_that_it_is_queued_aga
     monkeypatch.setenv(control.VARIABLE, str(tmp_path))
     monkeypatch.setitem(commands.RUN, "train", lost)
     assert main(["train"]) == 1 and not (tmp_path / "outcome").exists()
+
+
+@pytest.mark.parametrize(("overrides", "named"), [
+    (["cluster.nodes=1,2"], "cluster.* differs"),
+    (["generation.servers.replicas=1,2", "cluster.server_nodes=1", "generation=vllm"], "generation.servers.* differs"),
+])
+def test_a_sweep_whose_members_need_other_nodes_is_no_one_job(tmp_path, overrides, named):
+    with pytest.raises(ConfigError, match=named):
+        plan(tmp_path, *overrides, multirun=True)
+
+
+def test_a_jobs_folder_is_the_one_that_is_given_and_one_that_a_container_can_mount(tmp_path):
+    elsewhere = launching.plan("quickstart", ["cluster=slurm", f"++output_dir={tmp_path}"], None, multirun=False)
+    assert elsewhere.folder.is_relative_to(tmp_path)
+    assert plan(tmp_path, "name='alpha=0,seed=1'").folder.parent.name == "alpha=0,seed=1"
+    with pytest.raises(UserError, match="a job takes only folders"):
+        plan(tmp_path, "name='alpha=0,seed=1'", *CONTAINERS["pyxis"])
 
 
 @pytest.mark.parametrize(("overrides", "named"), [

@@ -23,6 +23,7 @@ def plan(*overrides: str, folder: Path = Path("runs")) -> SweepGrid:
      ["alpha=0,seed=1", "alpha=0,seed=2", "alpha=0.001,seed=1", "alpha=0.001,seed=2"]),
     (["grpo.beta=1,2", "idpo.beta=3,4"],
      [f"grpo.beta={one},idpo.beta={other}" for one in (1, 2) for other in (3, 4)]),
+    (["seed=1,2", "data.system_prompt=größe it's"], ["seed=1", "seed=2"]),
 ])
 def test_names_follow_hydras_sweep_syntax_with_whole_keys_only_where_they_are_needed(line, expected: list[str]):
     assert [cell.name for cell in plan(*line).cells] == expected
@@ -40,7 +41,7 @@ def test_a_members_overrides_compose_to_its_own_folder_and_values(tmp_path: Path
 @pytest.mark.parametrize(("overrides", "complaint"), [
     (["seed=1"], "nothing is swept"),
     (["seed=1,2", "grpo.alhpa=0,1"], "unknown key grpo.alhpa"),
-    (["seed=1,2,1"], "seed=1 is listed twice"),
+    (["seed=1,2,1"], "seed=1 is listed twice"), (["seed=1,2", "seed=3"], "seed is given twice"),
     (["name=a,b"], "members are named after their other settings"),
     (["arms=glob(*)"], "list the values"),
     (["seed=1,2", "grpo.beta"], "not in Hydra's form"),
@@ -49,6 +50,12 @@ def test_a_mistake_in_any_member_is_reported_before_one_runs(overrides: list[str
     with pytest.raises(ConfigError) as caught:
         plan(*overrides)
     assert complaint in str(caught.value)
+
+
+def test_a_name_of_long_words_is_one_that_a_run_may_have():
+    texts = ["请一步一步地思考" * 8, "先想一想再回答问题" * 8]
+    cells = plan(f"data.system_prompt={','.join(map(repr, texts))}").cells
+    assert len({cell.cfg.name for cell in cells}) == 2
 
 
 def test_sweep_yaml_lists_the_runs_of_all_sweeps_in_the_folder_and_anything_else_is_refused(tmp_path: Path):
