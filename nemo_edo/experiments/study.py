@@ -32,11 +32,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from nemo_edo.config.compose import ConfigError
+from nemo_edo.config.hydra import quoted
 from nemo_edo.config.run import START
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.experiments import study_table
-from nemo_edo.experiments.grid import Cell, FailedCell, Grid, quoted, run_grid
+from nemo_edo.experiments.grid import Cell, FailedCell, Grid, run_grid
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.utils.wording import did_you_mean
 
@@ -236,15 +237,17 @@ def status_lines(study: Study) -> list[str]:
     if left and hours is not None:
         lines.append(f"about {hours:.1f} CPU hours are left, by the cells that have finished")
     if changed := ", ".join(cell.name for cell in changed_cells(study)):
-        lines.append(f"settings have changed since these were run: {changed}; remove their rows to run them again")
+        again = f"to run them again, remove their rows, and their folders in {study.folder}"
+        lines.append(f"settings have changed since these were run: {changed}; {again}")
     return [*lines, *verdict_lines(study)]
 
 
 def changed_cells(study: Study) -> list[StudyCell]:
-    """Finished cells whose settings have changed since, one for each arm and dose of a task: seeds differ in no other
-    setting."""
+    """Finished starts and cells whose settings have changed since, one for each arm and dose of a task: seeds differ in
+    no other setting."""
     digests = {study_table.cell_of(row): row["config"] for row in study_table.read_rows(study.table)}
-    finished = {(cell.task, cell.arm, cell.dose): cell for cell in study.cells if cell.key in digests}
+    cells = [*(study.start(cell.task, cell.warm_up_seed) for cell in study.cells), *study.cells]
+    finished = {(cell.task, cell.arm, cell.dose): cell for cell in cells if cell.key in digests}
     return [cell for cell in finished.values() if study_table.config_digest(cell.cfg) != digests[cell.key]]
 
 
@@ -274,7 +277,10 @@ def verdict_lines(study: Study) -> list[str]:
 
     wanted = {cell.key for cell in study.cells}
     rows = [row for row in study_table.read_rows(study.table) if study_table.cell_of(row) in wanted]
-    found = gains(rows, study.baselines)
+    try:
+        found = gains(rows, study.baselines)
+    except ValueError as error:
+        return [f"no verdict: {error}"]
     return [verdict(found), markdown(found)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from nemo_edo.evaluation.results import AT_BEST, START, seeds_interval
-from nemo_edo.experiments.study_table import Row, last_rows
+from nemo_edo.experiments.study_table import Row, cell_of, last_rows
 from nemo_edo.metrics import Interval, detectable, holm, mean_p_value
 from nemo_edo.report.comparison import LEVEL
 
@@ -46,7 +46,7 @@ def gains(rows: Iterable[Row], baselines: Sequence[str], *, metric: str = "vote"
 
     A gain is vote@N minus that of the plain method, or of the baseline that is best on the task: with the highest mean
     on the same responses, which favours the baselines. Every policy is at the temperature that was best on training
-    problems. A training that a guard stopped has no policy to vote with, and counts 0.
+    problems. A training that a guard stopped has no policy to vote with, and counts 0, as one that states no answer.
 
     baselines: names of arms; the first is the plain method. The last evaluation of each cell counts. Only complete
     studies are judged: raises ValueError where an arm lacks a seed on some task, for an arm with several doses, and for
@@ -114,16 +114,17 @@ def markdown(found: Sequence[Gain]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *lines))
 
 
-def _votes(rows: Iterable[Row], baselines: Sequence[str], metric: str) -> pd.DataFrame:
-    """A column for each trained arm, a row for each task and seed; 0 where a guard stopped the training."""
-    last = last_rows(rows, AT_BEST.removeprefix("/")).items()
+def _votes(rows: Sequence[Row], baselines: Sequence[str], metric: str) -> pd.DataFrame:
+    """A column for each trained arm, a row for each task and seed; 0 where a guard stopped the training, or the policy
+    states no answer."""
+    last = last_rows(rows, AT_BEST.removeprefix("/"))
+    voted = {cell: float(row[metric]) for cell, row in last.items() if row[metric]}
+    tasks = {task for task, *_ in voted}  # a task without answers has no votes
+    trained = dict.fromkeys(cell for cell in map(cell_of, rows) if cell[1] != START and cell[0] in tasks)
+    if not trained:
+        raise ValueError("no policy has votes at its best temperature: nothing can be judged")
     cells = pd.DataFrame(
-        [
-            (*cell, 0.0 if row["note"] else float(row[metric]))
-            for cell, row in last
-            if cell[1] != START and (row["note"] or row[metric])
-        ],  # a task without answers has no votes
-        columns=["task", "arm", "dose", "seed", "vote"],
+        [(*cell, voted.get(cell, 0.0)) for cell in trained], columns=["task", "arm", "dose", "seed", "vote"]
     )
     for arm, doses in cells.groupby("arm")["dose"].unique().items():
         if len(doses) > 1:

@@ -28,6 +28,7 @@ def simulated(true_gain: float) -> float:
     study, rng = read_study(shipped_config_dir() / "studies" / "held_out.yaml"), np.random.default_rng(0)
     rows = [row for row in study_rows(study) if row["temperature"] == "best" and row["arm"] != START and row["vote"]]
     votes = {(row["task"], row["arm"], int(row["seed"])): float(row["vote"]) for row in rows}
+    problems = {row["task"]: row["problems"] for row in rows}
     arms, spread = list(study.arms), {}
     for task in dict.fromkeys(task for task, *_ in votes):
         of_seeds = np.array([[votes[task, arm, seed] for arm in arms] for seed in study.seeds])
@@ -41,7 +42,7 @@ def simulated(true_gain: float) -> float:
             drawn = rng.multivariate_normal(means, covariance, size=len(study.seeds))
             made += [
                 {**dict.fromkeys(COLUMNS, ""), "task": task, "arm": arm, "seed": str(seed), "iteration": "0",
-                 "temperature": "best", "vote": str(vote)}
+                 "temperature": "best", "vote": str(vote), "problems": problems[task]}
                 for seed, of_seed in zip(study.seeds, drawn, strict=True)
                 for arm, vote in zip(arms, of_seed, strict=True)
             ]  # fmt: skip

@@ -54,7 +54,17 @@ def test_the_last_evaluation_at_the_best_temperature_counts_and_a_training_that_
     assert min(of_b.values) == of_b.values[-1] == pytest.approx(-0.51, abs=0.01)
 
 
+def test_a_policy_that_states_no_answer_has_votes_of_0_and_a_task_without_answers_none():
+    rows = table(grpo={"a": 0.5, "b": 0.5}, ours={"a": 0.6, "b": 0.6})
+    silent = [{**one, "temperature": "1", "vote": ""} if one is rows[-1] else one for one in rows]
+    assert min(one.values[-1] for one in gains(silent, ("grpo",)) if one.task == "b") == pytest.approx(-0.51, abs=0.01)
+    stopped = [{**one, "vote": "", "note": "stopped" if one is rows[-1] else ""} if one["task"] == "b" else one
+               for one in rows]  # fmt: skip
+    assert {one.task for one in gains(stopped, ("grpo",))} == {"a", ALL_TASKS}
+
+
 @pytest.mark.parametrize(("change", "message"), [
+    (lambda rows: [{**one, "vote": ""} for one in rows], "no policy has votes"),
     (lambda rows: rows[:-1], r"ours on b lacks the seeds \[13\]"),
     (lambda rows: [row for row in rows if row["seed"] == "11"], "a has 1 seed, expected at least 2"),
     (lambda rows: [*rows, row("a", "ours", 11, 0.5, dose="0.3")], "ours has the doses  and 0.3, expected one"),
