@@ -54,9 +54,9 @@ class Scorer(Protocol):
     problem's that an iteration generates together.
     """
 
-    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+    def begin(self, scored: Sequence[ScoredRollout], expected: int) -> None:
         """Called before a collection or an evaluation, whose responses ``score`` gets in parts. scored: those that an
-        earlier process has scored: limits that hold for all of them count these, too."""
+        earlier process has scored: limits that hold for all of them count these, too. expected: how many all are."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
         """One scored rollout for each rollout, in order. ``problems`` holds every problem that they name."""

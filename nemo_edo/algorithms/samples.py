@@ -72,6 +72,14 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
                 )
         require_version(everything, t, plan.versions(t), where)
         samples = IterationSamples(everything, keep_informative(everything) if plan.is_dynamic else everything, {})
+        # Otherwise a schedule of the learning rate would end before the training.
+        sizes = {len(group) for group in by_problem(samples.kept).values()} or {plan.sampling.samples_per_prompt}
+        for name, there, own in (
+            ("sampling.samples_per_prompt", max(sizes), plan.sampling.samples_per_prompt),
+            ("problems_per_iteration", len(by_problem(samples.kept)), plan.collection_size),
+        ):
+            if there > own:
+                raise UserError(f"{where}: iteration {t} has more than {name}={own} of this run: set it to {there}")
     run.store.write(t, samples.everything)
     if not samples.kept:
         groups = len(samples.everything) // plan.sampling.samples_per_prompt
@@ -106,8 +114,8 @@ def generate_samples(run: Services, plan: Plan, t: int, watch: PartWatch) -> Ite
     settings = plan.sampling
     sampling = SamplingParams(settings.temperature, settings.top_p, settings.max_new_tokens)
     parts = Parts(run.store, t, plan.versions(t), watch=watch, part_size=plan.part_size, clock=run.clock)
-    run.scorer.begin(parts.earlier)
     asked, substitutes = plan.collection_problems(t), plan.substitutes(t) if plan.is_dynamic else []
+    run.scorer.begin(parts.earlier, len(asked) * settings.samples_per_prompt)
     everything, kept = [], []
     for _ in range(1 + (plan.config.max_extra_rounds if plan.is_dynamic else 0)):
         requests = sampling_requests(asked, plan.prompts, settings.samples_per_prompt, plan.seed, "collect", t)

@@ -193,8 +193,8 @@ class JudgeConfig(Section):
     retry_after_limit_s: Positive = 300.0
     """The longest wait that a Retry-After is obeyed for; a request that is put off for longer has no verdict."""
     max_abstained: Share = 0.1
-    """Share of the responses generated at a time (``generation.part_size``) that may be without a verdict; above it
-    the run stops, and keeps the verdicts."""
+    """Share of the responses of a collection, or an evaluation, that may be without a verdict; above it the run stops,
+    and keeps the verdicts."""
     compare_with_rules: bool = True
     """Have the rules (``rewards.verifier`` math) compare the same answers, and report how often the two agree."""
     cache: Optional[str] = None  # The file of verdicts, which runs can share; null: ``judge.sqlite`` in ``output_dir``.

@@ -128,7 +128,7 @@ class CustomScorer:
                     f"({response.problem.source}) with the response {shown(response.rollout.text)}: {failure.reason}"
                 )
 
-    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+    def begin(self, scored: Sequence[ScoredRollout], expected: int) -> None:
         """Nothing: the functions' time limit is of each response."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:

@@ -162,6 +162,7 @@ class Judge:
         """rules: verifies the same answers for comparison; None: no comparison. Raises UserError where the environment
         has no usable key, which appears in the requests' headers only."""
         self.settings = settings
+        self._expected = self._asked = self._abstained = 0  # responses of this collection
         self.report = JudgeReport()
         self._answers = answers
         self._rules = rules
@@ -183,8 +184,12 @@ class Judge:
         taken, self.report = self.report, JudgeReport()
         return taken
 
-    def begin(self, scored: Sequence[ScoredRollout]) -> None:
-        """A judge's own limits are of each request; those of the rules are of a collection."""
+    def begin(self, scored: Sequence[ScoredRollout], expected: int) -> None:
+        """A collection begins, of which some responses are scored already. ``max_abstained`` is of all of it: which of
+        its responses are scored together depends on when they ended."""
+        self._expected = expected
+        self._asked = sum(one.answer is not None for one in scored)
+        self._abstained = sum(not one.has_verdict for one in scored)
         if self._rules is not None:
             self._rules.begin(0)
 
@@ -230,18 +235,22 @@ class Judge:
         found: dict[str, bool | str] = {key: yes for key in set(keys) if (yes := self._cache.get(key)) is not None}
         report.cached += len(found)
         missing = {key: body for key, body in zip(keys, bodies, strict=True) if key not in found}
-        most_abstained, stopped = settings.max_abstained * len(responses), None
+        self._asked += len(responses)
+        of_collection, stopped = settings.max_abstained * max(self._asked, self._expected), None
+        most_abstained = of_collection - self._abstained
         try:
             self._ask(missing, found, Counter(keys), most_abstained)
         except ServerError as error:
             stopped = str(error)
         reasons = Counter(one for key in keys if isinstance(one := found.get(key), str))
         if stopped is None and reasons.total() > most_abstained:
+            abstained = self._abstained + reasons.total()
             stopped = (
-                f"the judge abstained on {reasons.total()} of {len(responses)} responses, and "
+                f"the judge abstained on {abstained} of {self._asked} responses, and "
                 f"rewards.judge.max_abstained is {settings.max_abstained:g}; most often: "
                 f"{report.explained(reasons.most_common(1)[0][0])}"
             )
+        self._abstained += reasons.total()
         report.abstained += reasons
         report.judged += sum(isinstance(found.get(key), bool) for key in keys)
         return {place: found.get(key, "it was not asked") for place, key in zip(responses, keys, strict=True)}, stopped

@@ -71,7 +71,7 @@ class ExactAnswerScorer:
     def __init__(self, answers: AnswerFormat = HASHES) -> None:
         self._answers = answers
 
-    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+    def begin(self, scored: Sequence[ScoredRollout], expected: int) -> None:
         """Nothing that is scored here takes time."""
 
     def score(self, rollouts: Sequence[Rollout], problems: Sequence[Problem]) -> list[ScoredRollout]:
@@ -175,7 +175,7 @@ class MathScorer:
         self._answers = answers
         self._verifier = verifier
 
-    def begin(self, scored: Sequence[ScoredRollout]) -> None:
+    def begin(self, scored: Sequence[ScoredRollout], expected: int) -> None:
         """The verifier's budget holds for the collection, however many parts, processes and restarts it takes."""
         self._verifier.begin(len({(s.rollout.problem_id, s.answer) for s in scored if s.reason == TIMED_OUT}))
 

@@ -120,7 +120,7 @@ def _respond(
     """``evaluator.Respond``: responses go to disk part by part, and those of a killed process come from there."""
     store, scorer = stores[kind], run.data.scorer
     parts = Parts(store, iteration, part_size=run.settings.generation.part_size, watch=run.stop)
-    scorer.begin(parts.earlier)
+    scorer.begin(parts.earlier, len(requests))
     responses = parts.responses(requests, engine, scorer, sampling, problems)
     store.write(iteration, responses)
     return responses

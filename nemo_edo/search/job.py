@@ -119,7 +119,7 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
                 own, done = cfg.search, len(found)
                 options = {"device": own.device, "dtype": own.dtype, "batch_tokens": own.batch_tokens}
                 scorer = ProcessRewardModel(own.reward_model, **options)
-                data.scorer.begin([])
+                data.scorer.begin([], len(missing))
                 for part in minibatches(missing, own.part_size):  # each is on disk before the next is begun
                     if stop.is_asked():
                         raise RunStopped(f"asked to stop: {done} of {len(data.test)} problems have been searched")

@@ -100,7 +100,7 @@ def ours(job: Job, folder: Path, args: argparse.Namespace) -> None:
     turns = Turns()
 
     class OddSum:
-        def begin(self, scored) -> None:
+        def begin(self, scored, expected) -> None:
             pass
 
         def score(self, rollouts, problems) -> list[ScoredRollout]:

@@ -292,6 +292,16 @@ def test_training_on_a_runs_rollouts_takes_its_steps_without_generating_anything
     assert again.store.stored(0) == whole.store.stored(0)
 
 
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"problems_per_iteration": 2}, "problems_per_iteration=2 of this run: set it to 3"),
+    ({"samples_per_prompt": 2}, "sampling.samples_per_prompt=2 of this run: set it to")])
+def test_given_rollouts_that_are_more_than_the_schedules_count_on_are_refused(run_fake, fake_iteration, changes, told):
+    whole = run_fake(**GIVEN | {"dynamic_sampling": False})
+    own = fake_iteration(folder="own", **GIVEN | {"dynamic_sampling": False} | changes)
+    with pytest.raises(UserError, match=told):
+        own.changed(given=whole.store).run()
+
+
 @pytest.mark.parametrize(("iteration", "keeps_stale", "fields", "told"), [
     (0, True, {"policy_version": 1}, "iteration 0 has policy version 1, .* version 0"),
     (1, False, {"policy_version": 0}, "iteration 1 has policy version 0, .* version 1"),

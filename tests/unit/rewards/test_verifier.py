@@ -96,10 +96,10 @@ def test_the_budget_is_a_collections_whatever_its_parts_and_restarts():
     begun = []
     verifier = verifier_over(lambda function, pairs: [TIMED_OUT] * len(pairs), begun.append)
     scorer = MathScorer(answer_format("boxed"), verifier)
-    scorer.begin([])
+    scorer.begin([], 9)
     with pytest.warns(UserWarning, match="timed out: 3"):
         found = scorer.score([scored("p-1", text=rf"\boxed{{x+{n // 2}}}").rollout for n in range(3)], [problem("5")])
-    scorer.begin(found)  # a restart finds them on disk: two distinct pairs
+    scorer.begin(found, 9)  # a restart finds them on disk: two distinct pairs
     assert begun == [0, 2]
 
 
