@@ -266,12 +266,14 @@ def time(case: Case) -> str:
     size = servers.tensor_parallel_size if served else splits.tensor_model_parallel_size
     started = len(servers.urls) or servers.replicas * max(1, cfg.cluster.server_nodes)
     longest = cfg.sampling.max_new_tokens
+    problems = min(arm.problems_per_iteration or case.train, case.train)
+    problems = ASSUMED_PROBLEMS if math.isinf(problems) else problems
     iteration = Iteration(
         shape=case.shape,
         gpus=gpus,
         server_gpus=started * size if served else gpus,
         server_tensor_parallel=size,
-        samples=(arm.problems_per_iteration or ASSUMED_PROBLEMS) * cfg.sampling.samples_per_prompt,
+        samples=problems * cfg.sampling.samples_per_prompt,
         prompt=max(1, min(memory.ASSUMED_PROMPT, cfg.model.seq_length - longest)),
         response=max(1, longest // 2),
         longest=longest,
@@ -283,6 +285,7 @@ def time(case: Case) -> str:
         rows=servers.max_in_flight if served else memory.counted_rows(cfg),
         in_process=not served,
         overlapped=cfg.generation.one_step_off,
+        gpu_bytes=case.devices.bytes or GPU_BYTES,
     )
     times = iteration_times(iteration)
     if math.isinf(times.generation):
@@ -290,7 +293,7 @@ def time(case: Case) -> str:
         alone = (replace(iteration, server_gpus=larger, server_tensor_parallel=larger) for larger in sizes)
         larger = next((one.server_gpus for one in alone if math.isfinite(generation_seconds(one))), 64)
         raise UserError(
-            f"{size * iteration.stages} GPUs of {GPU_BYTES / 1e9:.0f} GB hold no weights with a response of "
+            f"{size * iteration.stages} GPUs of {iteration.gpu_bytes / 1e9:.0f} GB hold no weights with a response of "
             f"{iteration.response:,} tokens: "
             + (f"generation.servers.tensor_parallel_size={larger}" if served else "generation=vllm, on servers")
         )

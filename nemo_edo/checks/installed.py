@@ -15,7 +15,8 @@ TRAINER_PYTHON = (3, 12)
 WITHOUT_DEPENDENCIES = "megatron-bridge"  # its declared dependencies need a GPU machine's compilers
 ABOUT = ("torch", "megatron-core", WITHOUT_DEPENDENCIES, "nemo-toolkit", "transformers")
 """Packages whose versions every report of a machine has."""
-ADAPTED = ("trl", "verl", "nemo-rl", "slime", "prime-rl")  # trainers that ``adapters`` is for, as pip knows them
+ADAPTED = ("trl", "verl", "nemo-rl", "slime", "prime-rl", "rllm", "skyrl")
+"""Trainers that ``adapters`` is for, as pip knows them."""
 
 
 def installed(name: str) -> str | None:

@@ -42,11 +42,13 @@ class Iteration:
     epochs: int = 1
     reference: bool = True  # whether the loss has a KL to the reference
     recomputation: bool = False  # whether the backward pass recomputes all layers' activations
-    fp8: bool = False
+    fp8: bool = False  # in training
+    server_fp8: bool = False  # in generation, whose weights and cache then have a byte a number
     stages: int = 1  # in process, pipeline stages, which take turns in each step
     rows: float = math.inf  # responses that one server, or the ranks of one model, decode at a time at most
     in_process: bool = False  # the trainer generates, in batches, each of which ends with its longest response
     overlapped: bool = False  # the next samples are generated while these are trained on (one step off policy)
+    gpu_bytes: float = GPU_BYTES
 
     @property
     def peak(self) -> float:
@@ -96,10 +98,10 @@ def generation_seconds(plan: Iteration) -> float:
     """Time to read the prompts and generate all responses, on replicas that share them evenly; infinite where not even
     one response has room. A step of decoding reads the weights once, and every running response's keys and values. All
     start together if the cache has room, otherwise in turns; the longest response decides when a turn ends."""
-    size, shape, number = plan.server_tensor_parallel, plan.shape, 1 if plan.fp8 else 2
+    size, shape, number = plan.server_tensor_parallel, plan.shape, 1 if plan.server_fp8 else 2
     cached = 2 * shape.num_layers * shape.key_width * number  # a token's keys and values in all layers
     weights = shape.parameters * number
-    room = CACHE_SHARE * size * plan.stages * GPU_BYTES - weights
+    room = CACHE_SHARE * size * plan.stages * plan.gpu_bytes - weights
     # A token's mean position: long responses have most tokens. With lengths as spread as mean and longest tell, up to
     # an exponential distribution's spread.
     spread = min(1.0, (plan.longest / plan.response - 1) ** 2 / 3)
@@ -116,7 +118,7 @@ def generation_seconds(plan: Iteration) -> float:
         steps = plan.longest * math.ceil(each / at_a_time)
     launching = steps * shape.num_layers * STEP_OF_A_LAYER_S if plan.in_process else 0.0
     reading = steps * weights + each * plan.response * mean_length * cached
-    peak = size * plan.peak * PROMPT_EFFICIENCY
+    peak = size * (FP8_FLOPS if plan.server_fp8 else BF16_FLOPS) * PROMPT_EFFICIENCY
     prompts = each * plan.prompt * forward_flops(shape, plan.prompt) / peak
     decoding = each * plan.response * forward_flops(shape, mean_length) / peak
     return prompts + max(reading / bandwidth, decoding, launching)

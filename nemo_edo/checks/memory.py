@@ -24,6 +24,7 @@ from nemo_edo.config import (
     RunConfig,
     SFTConfig,
 )
+from nemo_edo.config.checks import SettingError
 from nemo_edo.config.compose import arm_configs
 from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape, check_expected
@@ -358,9 +359,17 @@ def for_estimate(
         if isinstance(training, LoopConfig):
             asked.append(min(training.problems_per_iteration or train, train) * cfg.sampling.samples_per_prompt)
     rows = math.ceil(min(counted_rows(cfg), min(cfg.generation.part_size, max(asked)) / data_parallel))
-    length = cfg.model.seq_length or longest or ASSUMED_PROMPT + cfg.sampling.max_new_tokens
+    rooms = [  # for one sequence, which the data fit into where they are not known yet
+        training.micro_batch_tokens // (2 if isinstance(training, IDPOConfig) else 1)
+        for training in trainings(cfg).values() if training.micro_batch_tokens is not None
+    ]  # fmt: skip
+    assumed = min([ASSUMED_PROMPT + cfg.sampling.max_new_tokens, *rooms])
     generation = replace(cfg.generation, max_batch_size=rows)
-    return replace(cfg, model=replace(cfg.model, seq_length=length), generation=generation)
+    try:
+        model = replace(cfg.model, seq_length=cfg.model.seq_length or longest or assumed)
+        return replace(cfg, model=model, generation=generation)
+    except SettingError as error:
+        raise UserError(str(error)) from error
 
 
 def problems(cfg: RunConfig, split: str) -> float:

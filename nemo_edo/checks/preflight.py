@@ -13,6 +13,7 @@ from nemo_edo.checks import machine, memory
 from nemo_edo.checks.installed import what_trainer_lacks
 from nemo_edo.config import NONE, GRPOConfig, RunConfig
 from nemo_edo.config.compose import NOT_GIVEN, arm_configs
+from nemo_edo.config.generation import AUTO
 from nemo_edo.config.model_shape import ModelShape, check_expected
 from nemo_edo.data.model_folder import check_context, check_files, find_model, is_hub_name
 from nemo_edo.data.problems import SPLITS, load_source
@@ -25,6 +26,9 @@ from nemo_edo.utils.memory import total_bytes
 
 if TYPE_CHECKING:
     from nemo_edo.run.inputs import Data
+
+FEWEST_ROWS = 16
+"""Responses decoded at a time that parallelism=auto leaves room for, where generation.max_batch_size is auto."""
 
 
 def preflight(cfg: RunConfig) -> RunConfig:
@@ -140,6 +144,8 @@ def with_fitted_parallelism(
 
     def needs(one: RunConfig) -> int:
         ranks, known = world // one.parallelism.model_ranks, {s: memory.problems(one, s) for s in ("train", "test")}
+        if one.generation.max_batch_size == AUTO:  # as many as fit, of which a split has to have room for a few
+            one = replace(one, generation=replace(one.generation, max_batch_size=FEWEST_ROWS))
         one = memory.for_estimate(one, ranks, **known)
         return memory.fullest(one, shape, world, cpu=cpu, tested=known["test"]).total
 

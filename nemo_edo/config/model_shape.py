@@ -60,14 +60,19 @@ class ModelShape:
             raise UserError(f"{source} has no {', '.join(missing)}")
         heads, width = fields["num_attention_heads"], fields.get("intermediate_size", 0)
         bias, norm = FAMILIES.get(family, (False, False))
+        width_of_head = fields.get("head_dim") or (128 if family == "qwen3" else fields["hidden_size"] // heads)
+        groups = fields.get("num_key_value_heads") or heads
+        if fields.get("kv_lora_rank"):  # latent attention, whose cache here has each head's keys and values
+            parts = [fields.get(f"{part}_head_dim") or 0 for part in ("qk_nope", "qk_rope", "v")]
+            width_of_head, groups = sum(parts) // 2 or width_of_head, heads
         # Absent fields mean what transformers' config classes take them for.
         return cls(
             num_layers=fields["num_hidden_layers"],
             hidden_size=fields["hidden_size"],
             ffn_hidden_size=width,
             num_attention_heads=heads,
-            num_query_groups=fields.get("num_key_value_heads") or heads,
-            kv_channels=fields.get("head_dim") or (128 if family == "qwen3" else fields["hidden_size"] // heads),
+            num_query_groups=groups,
+            kv_channels=width_of_head,
             vocab_size=fields["vocab_size"],
             tied=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=bias,

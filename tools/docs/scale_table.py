@@ -45,12 +45,12 @@ STEPS = [
 DECODING = [
     (
         "Llama 3.3 70B FP8, TP 2, 1,000 in and 1,000 out",
-        Iteration(shape("llama3_1_70b"), 2, 2, 2, 3000, 1000, 1000, 1000, fp8=True),
+        Iteration(shape("llama3_1_70b"), 2, 2, 2, 3000, 1000, 1000, 1000, fp8=True, server_fp8=True),
         2209.0,
     ),
     (
         "Llama 3.3 70B FP8, TP 2, 8,192 in and 1,024 out",
-        Iteration(shape("llama3_1_70b"), 2, 2, 2, 1500, 8192, 1024, 1024, fp8=True),
+        Iteration(shape("llama3_1_70b"), 2, 2, 2, 1500, 8192, 1024, 1024, fp8=True, server_fp8=True),
         398.0,
     ),
 ]

@@ -75,6 +75,31 @@ def test_a_config_that_fits_ends_with_zero_and_lists_what_it_lacks(doctor, monke
     assert "19.0 while it writes or reads a checkpoint: 213.2 GB for the 8 of a node" in " ".join(text.split())
 
 
+LLAMA_70B = ["--config-name=grpo_gsm8k", "model=llama3_1_70b", "generation=vllm", "grpo.micro_batch_tokens=null",
+             "sampling.max_new_tokens=32000", "--gpus=32"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    # A sequence whose length is not known yet fits into a micro-batch.
+    (["--config-name=quickstart", "model.seq_length=null", "grpo.micro_batch_size=1", "grpo.micro_batch_tokens=128"],
+     "million parameters"),
+    ([*LLAMA_70B, "generation.servers.tensor_parallel_size=2", "--gpu-memory=141GB"], "an iteration of"),
+    ([*LLAMA_70B, "generation.servers.tensor_parallel_size=2", "--gpu-memory=80GB"], "2 GPUs of 80 GB hold no weights"),
+    # FP8 is the trainer's: servers have the weights in bf16.
+    ([*LLAMA_70B, "generation.servers.tensor_parallel_size=1", "precision=fp8", "--gpu-memory=141GB"],
+     "1 GPUs of 141 GB hold no weights"),
+])  # fmt: skip
+def test_lengths_and_generation_are_estimated_for_the_devices_that_are_given(doctor, arguments, said):
+    assert said in doctor(*arguments)[1]
+
+
+def test_an_iteration_is_of_the_problems_that_there_are(doctor, tmp_path):
+    rows = [json.dumps({"question": f"{n} + 1?", "answer": f"#### {n + 1}"}) for n in range(3000)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows) + "\n")
+    text = doctor(*FITS, "--gpus=8", "--gpu-memory=80GB", "data.train=train.jsonl")[1]
+    assert "for 30,000 responses" in text
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     ([*FITS, "parallelism=tp8_sp"], "_size 8 does not divide the model's 28 attention heads and 4 query groups"),
     ([*FITS, "parallelism=tp2_sharded", "parallelism.pipeline_model_parallel_size=3"], "got 8"),

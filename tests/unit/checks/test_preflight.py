@@ -123,6 +123,15 @@ def test_auto_splits_a_model_over_as_few_processes_as_it_fits_on_and_the_rest_is
             with_fitted_parallelism(auto(), QWEN_7B, world, local, gb * GB, must_fit=True)
 
 
+def test_auto_does_not_split_for_rows_that_decoding_takes_only_where_there_is_room():
+    long = ["model.seq_length=8392", "sampling.max_new_tokens=8192", "grpo.micro_batch_tokens=8392"]
+    of_few, of_auto = (
+        with_fitted_parallelism(auto(*long, f"generation.max_batch_size={rows}"), QWEN_7B, 8, 8, 85 * GB, must_fit=True)
+        for rows in (16, "auto")
+    )
+    assert of_few.parallelism == of_auto.parallelism
+
+
 def test_auto_leaves_a_given_size_alone_and_names_what_makes_every_size_impossible():
     given = auto("parallelism=tp4")
     assert with_fitted_parallelism(given, QWEN_7B, 8, 8, GB) is given
