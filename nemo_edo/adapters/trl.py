@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer
+from trl.models.utils import prepare_deepspeed, prepare_fsdp
 from trl.trainer.utils import selective_log_softmax
 
 from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
@@ -302,8 +303,13 @@ class EDDPOTrainer(_Exploring, DPOTrainer):
         if self.args.use_liger_kernel and hasattr(self, "_compute_loss_liger"):
             raise ValueError("use_liger_kernel computes the loss without log-probabilities: set it to False")
         self.sampler_model = sampler_model
-        if sampler_model is not None:
-            self.sampler_model = self.accelerator.prepare_model(sampler_model, evaluation_mode=True)
+        if sampler_model is not None:  # as TRL prepares its reference
+            if self.is_deepspeed_enabled:
+                self.sampler_model = prepare_deepspeed(sampler_model, self.accelerator)
+            elif self.is_fsdp_enabled:
+                self.sampler_model = prepare_fsdp(sampler_model, self.accelerator)
+            else:
+                self.sampler_model = self.accelerator.prepare_model(sampler_model, evaluation_mode=True)
         else:
             for name in ("precompute_ref_log_probs", "sync_ref_model"):
                 if getattr(self.args, name):

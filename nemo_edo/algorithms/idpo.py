@@ -53,8 +53,8 @@ class IDPO:
             explored += first + [row != PADDING for row in alone]
         if not rows:
             raise UserError(
-                f"no pairs: the rewards of each of the {len(pairs_of_prompts)} prompts are all equal, and nothing "
-                "explores; sample more responses, or other problems"
+                f"no pairs: none of the {len(pairs_of_prompts)} prompts has both a success (a reward of at least "
+                "rewards.success_at) and a failure, and nothing explores; sample more responses, or other problems"
             )
         index = torch.tensor(rows)
         real, batch = index != PADDING, sampled.rows(index.clamp(min=0))

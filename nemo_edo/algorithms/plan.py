@@ -30,9 +30,9 @@ class Plan:
     """Whether to train on responses of earlier policies than an iteration asks for; False: they are an error."""
 
     def versions(self, t: int) -> range:
-        """The policies that may have generated iteration t's responses; the last one is asked to."""
-        asked = max(t - self.lag, 0)
-        return range(0 if self.keeps_stale else asked, asked + 1)
+        """The policies that may have generated iteration t's responses: where they are generated ahead and lost, the
+        iteration's own generates them again."""
+        return range(0 if self.keeps_stale else max(t - self.lag, 0), t + 1)
 
     @property
     def collection_size(self) -> int:
@@ -174,16 +174,19 @@ def collection_hazards(statistics: Mapping[str, float], config: ArmConfig, weigh
     statistics: of the collection (``response_statistics``); weight: the exploration weight of its steps.
     """
     found = []
-    equal_groups = statistics.get("zero_advantage_groups") == 1
+    if isinstance(config, IDPOConfig):
+        alike, why = statistics.get("pairs") == 0, "no prompt has both a success (rewards.success_at) and a failure"
+    else:
+        alike, why = statistics.get("zero_advantage_groups") == 1, "within each group all rewards are equal"
     if first and statistics.get("reward") == 0:
         found.append(
             "no response to the first prompts earned a reward. Likely causes: answers in another form than the "
             "scorer's (data.prompt, data.answer_format), a chat template that is missing or not this model's "
             f"(data.chat_template), responses that are cut (sampling.max_new_tokens), or too hard a task; {LOOK}"
         )
-    elif first and equal_groups:
+    elif first and alike:
         found.append(
-            "within each group of the first collection all rewards are equal, so no response is better than another. "
+            f"in the first collection {why}, so no response is better than another. "
             "Take easier or harder problems, or raise sampling.samples_per_prompt"
         )
     if first and statistics.get("truncated", 0.0) > MANY_TRUNCATED:
@@ -193,13 +196,13 @@ def collection_hazards(statistics: Mapping[str, float], config: ArmConfig, weigh
             "template that is not this model's (data.chat_template), or too small a sampling.max_new_tokens; "
             f"{LOOK}"
         )
-    if equal_groups and isinstance(config, IDPOConfig):
+    if alike and isinstance(config, IDPOConfig):
         found.append(
             "the collection has no pair of a better and a worse response: the preference loss has nothing to train on"
         )
-    if equal_groups and weight:
+    if alike and weight:
         found.append(
-            "all rewards within each group are equal, so the exploration term alone moves the policy: nothing holds it "
+            f"{why}, so the exploration term alone moves the policy: nothing holds it "
             "to right answers. Take easier or harder problems, or set the exploration weight to 0 until some are solved"
         )
     return found

@@ -76,7 +76,7 @@ def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
         configs = ""
         if command.lists_configs:
             names = shipped_configs()
-            plain = [name for name in names if "/" not in name]
+            plain = [name for name in names if "/" not in name and name != "score"]  # which is another command's
             lines = textwrap.wrap(", ".join(plain), HELP_WIDTH - 2, initial_indent="  ", subsequent_indent="  ")
             papers = [name for name in names if "/" in name and "/base/" not in name]
             others = f"  and {len(papers)} of experiment/, listed in docs/sweeps.md"
@@ -152,7 +152,7 @@ COMMANDS = {
         lists_configs=True,
     ),
     "collect": Command(
-        "generate and store the responses of a config's first iteration, without training", "sweeps.md",
+        "generate and store the responses of a config's first iteration, without training", "reliability.md",
         ("collect --arm grpo", "collect --config-name rivals"),
         (*_config(), _ARM, _OVERRIDES),
         lists_configs=True,
@@ -188,7 +188,7 @@ COMMANDS = {
          _OVERRIDES),
     ),
     "report": Command(
-        "write the report of one or several runs, a single HTML file", "studies.md",
+        "write the report of one or several runs, a single HTML file", "sweeps.md",
         ("report runs/quickstart", "report 'runs/seed_*' -o seeds.html --baseline GRPO"),
         (_argument("runs", nargs="+", metavar="RUN", help="a run's folder, a sweep's folder, or a pattern of folders"),
          _argument("-o", "--out", type=Path, metavar="OUT.html", help="default: report.html in the common folder"),

@@ -147,7 +147,9 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     that the iteration before was sampled from (in the first one the term is 0); reference, the one that the arm starts
     from, all as sampled in training. Off-policy samples push in expectation, from the first step on. Ours, not the
     paper's."""
-    dynamic_sampling: bool = False  # Groups of equal rewards are dropped, others sampled in their place (DAPO).
+    dynamic_sampling: bool = False
+    """Groups of equal rewards are dropped, and problems outside the collection sampled in their place (DAPO): none where
+    ``problems_per_iteration`` takes all."""
     max_extra_rounds: NonNegativeInt = 3  # Rounds of sampling that dynamic_sampling may add to a collection.
     overlong_buffer: Optional[PositiveInt] = None
     """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""
@@ -184,7 +186,7 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
 class IDPOConfig(LoopConfig, DPOLossConfig):
     """Iterative DPO and ED-iDPO: the loss, the pairs and the loop around them."""
 
-    pairs_per_prompt: PositiveInt = 4  # S: most pairs for a prompt, each of a response with reward 1 and one with 0.
+    pairs_per_prompt: PositiveInt = 4  # S: most pairs for a prompt, each of a success and a failure.
     exploration_samples: str = "all"
     """What the exploration term runs over: all responses to a prompt, those in pairs (paired), or a number of them."""
     minibatch_size: PositiveInt = 64  # Prompts of an optimizer step, over all ranks: all their pairs and samples.

@@ -107,7 +107,12 @@ def cut(
     inputs = [required.padded(length - 1) if how.packing else length - 1 for length in lengths]
     prompts = Prompts.of(batch) if how.share_prompts else Prompts.none(batch.size)
     if how.packing:
-        how = replace(how, tokens=how.tokens // required.multiple * required.multiple)
+        room, units = how.tokens // required.multiple * required.multiple, range(0, batch.size, batch.unit)
+        if max((sum(lengths[start : start + batch.unit]) for start in units), default=0) <= how.tokens:
+            # What fits without padding has a pack: of these tokens, and at most a multiple's more.
+            padded = (sum(inputs[start : start + batch.unit]) + batch.unit for start in units)
+            room = max(room, *padded, 0)
+        how = replace(how, tokens=room)
     plans = plan_micro_batches([count + 1 for count in inputs], how, ranks, unit=batch.unit, prompts=prompts)
     shares, needed, computed = [], sum(lengths) - len(lengths), 0  # the model sees all tokens of a row but the last
     for plan in plans:

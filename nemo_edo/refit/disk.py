@@ -100,6 +100,8 @@ class DiskSync:
         folder = self.folders.write(version)
         num_bytes, written = sum(file.stat().st_size for file in folder.iterdir()), time.monotonic()
         if self.sleep is not None:
+            if self._version is not None:  # awake, after a training that ended early
+                self.release()
             self.sleep.make_room()
         engine, replicas = self.engine, [*self.engine.replicas, *self.engine.excluded]
         with ThreadPoolExecutor(max_workers=len(replicas)) as pool:

@@ -111,6 +111,8 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
     # Responses at another temperature are no part of this evaluation.
     name = f"{arm or 'all'}_t{opened.cfg.evaluation.temperature[0]:g}"
     folder = NewEvaluations(opened.folder.path, names, name)
+    if not trains and arm not in (None, WARMUP):
+        raise UserError(f"{folder.path} has no arm {arm!r}: nothing was trained")
     for name in names if trains else ():
         folder.require_arm(name, [*opened.policies, *opened.best_policies])
     folder.take(finished=True)

@@ -134,7 +134,11 @@ def train_arm(run: RunServices, arm: str) -> list:
         with profiled(run, arm, training_services(run, model, arm, plan, progress)) as services:
             try:
                 run_iterations(services, plan, evaluate)
-            except (RunStopped, StoppedByGuard):  # in an evaluation, for example: the training before it is not lost
+            except (
+                RunStopped,
+                StoppedByGuard,
+                UserError,
+            ):  # in an evaluation, for example: the training before is kept
                 progress.settle()
                 raise
         with run.clock.phase("checkpoint"):

@@ -34,7 +34,9 @@ GOOD = {"reward": 0.4, "zero_advantage_groups": 0.3, "truncated": 0.1}
     ({"truncated": 0.51}, GRPOConfig(), 0.0, True, ["sampling.stop_token_ids"]),
     ({"truncated": 0.9}, GRPOConfig(), 0.0, False, []),
     ({"zero_advantage_groups": 1.0}, GRPOConfig(), 0.1, False, ["exploration term alone"]),
-    ({"zero_advantage_groups": 1.0}, IDPOConfig(), 0.1, False, ["no pair", "exploration term alone"])])
+    ({"zero_advantage_groups": 1.0, "pairs": 1.0}, IDPOConfig(), 0.1, False, []),
+    ({"pairs": 0.0}, IDPOConfig(), 0.1, False, ["no pair", "exploration term alone"]),
+    ({"pairs": 0.0}, IDPOConfig(), 0.0, True, ["rewards.success_at", "no pair"])])
 def test_what_a_collection_lacks_is_said_with_what_to_change(changes, config, weight, first, said):
     found = collection_hazards({**GOOD, **changes}, config, weight, first=first)
     assert len(found) == len(said) and all(words in hazard for words, hazard in zip(said, found, strict=True))

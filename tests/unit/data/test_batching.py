@@ -69,6 +69,18 @@ def test_a_token_bound_puts_rows_of_like_length_together_which_stay_in_their_ord
         assert share.shapes == shapes and share.padding_share == pytest.approx(padding)
 
 
+@given(LENGTHS, st.sampled_from([(1, 1), (2, 1), (4, 4), (16, 1), (32, 8)]))
+def test_a_pack_of_as_many_tokens_as_the_longest_row_has_room_for_it_in_every_layout(lengths, multiples):
+    multiple, sequence = multiples
+    batch = build_batch([([1], [1] * (length - 1)) for length in lengths], pad_id=PAD)
+    how, required = MicroBatching(1, max(lengths), packing=True), InputShapes(multiple=multiple, sequence=sequence)
+    [share] = cut(batch, how, 1, required)
+    assert sorted(row for rows in share.micro_batches for row in rows) == list(range(len(lengths)))
+    assert all(length < max(lengths) + multiple + sequence for _, length in share.shapes)
+    with pytest.raises(ValueError, match="exceed"):
+        cut(batch, MicroBatching(1, max(lengths) - 1, packing=True), 1, required)
+
+
 @given(LENGTHS, st.integers(1, 4), st.integers(20, 100))
 def test_packs_hold_every_row_once_differ_by_no_more_than_a_row_and_are_at_most_twice_as_many_as_could_do(
         lengths, ranks, tokens):

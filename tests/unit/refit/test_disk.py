@@ -186,6 +186,17 @@ def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_wei
         {"tags": "weights"}, {"tags": "kv_cache"}]  # fmt: skip
 
 
+def test_servers_that_are_awake_make_room_for_other_weights_first(sync_of):
+    """As after a training that ended early, whose policy is then evaluated."""
+    server = ScriptedReplica()
+    _, sync = sync_of(server, sleep=sleeping(server))
+    sync.push(1)
+    server.asked.clear()
+    sync.push(2)
+    assert server.paths() == ["frees its cache", "/sleep", "frees its cache", "frees its cache", "/wake_up", *REFIT,
+                              "/wake_up"]  # fmt: skip
+
+
 def test_a_server_that_has_slept_gets_the_base_weights_again_before_its_adapters(adapters):
     _, server, _, sync = adapters
     sync.sleep = sleeping(server)
