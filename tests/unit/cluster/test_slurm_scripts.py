@@ -16,8 +16,8 @@ from nemo_edo.cli import commands, main
 from nemo_edo.cluster import launch as launching
 from nemo_edo.cluster import task
 from nemo_edo.config.compose import ConfigError
-from nemo_edo.errors import RunStopped, UserError, WorkerFailed
 from nemo_edo.config.hydra import quoted
+from nemo_edo.errors import RunStopped, UserError, WorkerFailed
 from nemo_edo.run import control
 from nemo_edo.utils.ranks import variables_of_torchrun
 

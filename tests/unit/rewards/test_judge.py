@@ -158,21 +158,16 @@ def test_up_to_max_abstained_abstentions_are_scored_and_above_it_the_rest_is_kep
 
 
 def test_abstentions_are_a_share_of_the_collection_however_its_responses_are_scored(judge_of):
-    def some(*bad: int) -> list[Rollout]:
-        return [states("bad" if sample in bad else "good", sample=sample) for sample in range(*pair)]
-
+    rollouts = [states("bad" if sample in (0, 2, 8) else "good", sample=sample) for sample in range(10)]
     with ChatServer(lambda _, body: (200, "no idea" if "bad" in content(body) else "verdict: correct")) as server:
-        judge, done = judge_of(server, max_abstained=0.2), []
+        judge = judge_of(server, max_abstained=0.2)
         judge.begin([], 10)
-        for pair in ((0, 2), (2, 4)):
-            done += score(judge, *some(0, 2))
+        done = [one for start in (0, 2) for one in score(judge, *rollouts[start : start + 2])]
         judge = judge_of(server, max_abstained=0.2)
         judge.begin(done, 10)  # after a restart
-        for pair in ((4, 6), (6, 8)):
-            score(judge, *some())
-        pair = (8, 10)
+        score(judge, *rollouts[4:8])
         with pytest.raises(PartlyScored, match="3 of 10"):
-            score(judge, *some(8))
+            score(judge, *rollouts[8:])
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])

@@ -67,6 +67,15 @@ def test_built_in_data_is_checked_before_the_run_folder_exists_and_its_files_the
     assert (folder.base / "model.safetensors").is_file()
 
 
+def test_the_built_in_models_tokenizer_knows_what_is_where_a_question_meets_the_template(tmp_path: Path):
+    sizes = [f"++data.source_args.{split}_problems=8" for split in ("warmup", "train", "test")]
+    sizes.append("evaluation.tuning_problems=0")
+    cfg = compose_run("study/chain", [*sizes, "data.prompt='Solve({question}).'", f"output_dir={tmp_path}"])
+    folder = RunFolder(tmp_path / "a")
+    inputs.write_builtin_files(cfg, folder)
+    assert len(inputs.load_data(cfg, folder).prompts) == 16
+
+
 def test_the_run_seed_fixes_a_built_in_models_weights_and_every_training_gets_the_adapters(tmp_path: Path):
     weights = []
     for seed, name in ((1, "a"), (1, "b"), (2, "c")):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from helpers.problem_files import ROWS, problem_overrides
 
-from nemo_edo.config import ParallelismConfig
+from nemo_edo.config import ParallelismConfig, SFTConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.run.stored_run import open_run
 
@@ -33,7 +33,7 @@ class Inputs:
             (run / "checkpoints" / arm).mkdir(parents=True)
         arms = {"one": {"alpha": 0}, "two": {"alpha": 1}}
         quickstart = compose_run("quickstart", ["replicate_baseline=false", "sft.steps=1"])
-        cfg = replace(quickstart, name="a", output_dir=str(run.parent), arms=arms, **changes)
+        cfg = replace(quickstart, name="a", output_dir=str(run.parent), **{"arms": arms, **changes})
         (run / "config.yaml").write_text(resolved_yaml(cfg))
         return self.filled(command)
 
@@ -98,6 +98,11 @@ def test_a_training_that_cannot_begin_is_one_message_and_leaves_nothing(nemo_edo
 @pytest.mark.parametrize(("command", "finished", "told"), OF_A_RUN.values(), ids=OF_A_RUN)
 def test_what_a_run_does_not_have_is_one_message_and_leaves_it_as_it_was(nemo_edo, inputs, command, finished, told):
     assert_refused(nemo_edo, inputs, inputs.of_run(command, finished), told)
+
+
+def test_an_arm_of_a_run_that_trained_nothing_is_refused_before_it_generates(nemo_edo, inputs):
+    command = inputs.of_run("evaluate {}/runs/a --arm=one", "", algorithm="none", arms={}, sft=SFTConfig(steps=0))
+    assert_refused(nemo_edo, inputs, command, "{}/runs/a has no arm 'one': nothing was trained")
 
 
 SMALL = ["grpo.iterations=1", "grpo.minibatch_size=8", "grpo.allow_one_step=true", "sampling.samples_per_prompt=2",
