@@ -103,7 +103,11 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
             f"{source}: architectures is {fields.get('architectures')}, and transformers builds {built} for model_type "
             f"{config.model_type!r}; correct the one that is wrong"
         )
-    heads = config.num_attention_heads
+    if (heads := getattr(config, "num_attention_heads", None)) is None:
+        raise UserError(
+            f"{source}: model_type {config.model_type} is a model of text and images: export its model of text alone "
+            f"({config.get_text_config().model_type})"
+        )
     if heads % (groups := getattr(config, "num_key_value_heads", None) or heads):
         raise UserError(f"{source}: num_attention_heads is {heads}, no multiple of num_key_value_heads, {groups}")
     if (getattr(config, "head_dim", None) or 0) % 2:

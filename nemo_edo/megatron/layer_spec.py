@@ -14,6 +14,7 @@ import torch
 from megatron.core import optimizer
 from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE, get_gpt_decoder_block_spec
 from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import Attention, SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -28,7 +29,13 @@ from megatron.core.utils import unwrap_model
 
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.cpu import without_cuda
-from nemo_edo.megatron.cpu.attention import RotatingSelfAttention, SDPAttention, rotates, sdpa_lacks
+from nemo_edo.megatron.cpu.attention import (
+    LatentSelfAttention,
+    RotatingSelfAttention,
+    SDPAttention,
+    rotates,
+    sdpa_lacks,
+)
 from nemo_edo.megatron.cpu.families import TorchNorm, complete_tables, local_changes
 from nemo_edo.megatron.cpu.packed import packed_weights
 
@@ -128,6 +135,8 @@ def local_layer_spec(
         attention.submodules.core_attention = core_attention
         if attention.module is SelfAttention:
             attention.module = RotatingSelfAttention
+        elif attention.module is MLASelfAttention:
+            attention.module = LatentSelfAttention
         change(layer)
     block.layer_norm = TorchNorm
     return block
@@ -140,6 +149,15 @@ def set_latent_norms(chunks: list[MegatronModule]) -> list[MegatronModule]:
         for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
             if hasattr(part := getattr(layer, name, None), "eps"):
                 part.eps = 1e-6
+    return chunks
+
+
+def mark_expert_biases(chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """The chunks, whose experts' output biases are reduced over the experts' ranks alone: Megatron's mark of sequence
+    parallelism would add them up over tensor-parallel ranks as well."""
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, RowParallelLinear)):
+        if layer.is_expert and layer.bias is not None:
+            layer.bias.sequence_parallel = False
     return chunks
 
 

@@ -11,10 +11,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
 from nemo_edo.megatron.decoding_cache import CachedPrompts, PromptCacheContext
@@ -128,6 +134,22 @@ def rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     become (a cos - b sin, b cos + a sin)."""
     a, b = vectors.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """Megatron's, whose tensor-parallel ranks share keys with positions: each rank's heads add to their gradient, and
+    Megatron's takes one rank's alone where the layer that makes them is split."""
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        queries, latent = super()._qkv_down_projection(hidden_states)
+        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        if latent.size(-1) == sum(widths):
+            return queries, latent
+        latent = gather_from_tensor_model_parallel_region(latent)
+        if self.config.sequence_parallel:  # the caller gathers the sequence again, which adds up gradients
+            return queries, scatter_to_sequence_parallel_region(latent)
+        compressed, with_positions = latent.split(widths, dim=-1)
+        return queries, torch.cat([compressed, copy_to_tensor_model_parallel_region(with_positions)], dim=-1)
 
 
 class RotatingSelfAttention(SelfAttention):
