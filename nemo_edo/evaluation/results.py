@@ -183,10 +183,15 @@ def require_same_problems(evaluations: Mapping[str, Evaluation]) -> None:
 
 def newly_solved_and_lost(before: Evaluation, after: Evaluation) -> dict[str, float]:
     """Numbers of test problems, by the greedy response (full reward): wrong ``before`` and right ``after``, and the
-    other way round. Raises ValueError where the two were evaluated on different problems."""
-    pairs = [(one.problems, *one.metrics["greedy_accuracy"]) for one in (before, after)]
+    other way round, of those with a verdict on both. Raises ValueError where the two were evaluated on different
+    problems."""
+    pairs = ((one.problems, zip(*one.metrics["greedy_accuracy"], strict=True)) for one in (before, after))
+    each = [dict(zip(problems, of_problems, strict=True)) for problems, of_problems in pairs]
+    unjudged = {problem for of_policy in each for problem, (_, count) in of_policy.items() if count == 0}
+    if unjudged >= each[0].keys() | each[1].keys():
+        return {"newly_solved": 0.0, "lost": 0.0}
     changes = solved_and_lost(
-        *(dict(zip(ids, (counts > 0) & (sums >= counts), strict=True)) for ids, sums, counts in pairs)
+        *({name: bool(total >= count) for name, (total, count) in one.items() if name not in unjudged} for one in each)
     )
     return {"newly_solved": float(len(changes.newly_solved)), "lost": float(len(changes.lost))}
 

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,13 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
         runs: list[Path] = []
         for match in matches:
             if (match / CONFIG).is_file():
-                runs.append(match)
+                if not _is_run(match) and match == path:
+                    raise UserError(f"{match} is the folder of another job, such as a reward model's, not of a run")
+                runs += [match] * _is_run(match)
             elif (match / SWEEP).is_file():
                 runs += [match / name for name in sweep_members(match)]
             else:
-                runs += sorted(config.parent for config in match.glob(f"*/{CONFIG}"))
+                runs += sorted(config.parent for config in match.glob(f"*/{CONFIG}") if _is_run(config.parent))
         if not runs:
             raise UserError(f"{argument}: {'no run is in it' if matches else 'no such folder'}; name folders of runs")
         named += [run for run in runs if run not in named]
@@ -58,6 +61,10 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
     alone = len(arguments) == 1 and Path(arguments[0]).is_dir()
     common = Path(arguments[0]) if alone else Path(os.path.commonpath([run.absolute().parent for run in named]))
     return FoundRuns(finished, left_out, common)
+
+
+def _is_run(folder: Path) -> bool:
+    return re.search(r"^job: (?!null)", (folder / CONFIG).read_text(encoding="utf-8"), re.MULTILINE) is None
 
 
 def sweep_members(folder: Path) -> dict[str, list[str]]:

@@ -9,7 +9,7 @@ to be the same, so that a difference in the results is a difference between arms
 import json
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,7 +21,7 @@ from nemo_edo.config.run import REPLICATE
 from nemo_edo.errors import DamagedFile, UserError
 from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation, require_same_problems
 from nemo_edo.report.run_folders import FoundRuns
-from nemo_edo.run_folder import CONFIG, METRICS, SAMPLES, SUMMARY, RunFolder
+from nemo_edo.run_folder import CONFIG, METRICS, SAMPLES, SKIPPING, SUMMARY, RunFolder
 from nemo_edo.utils.files import flattened, read_mapping, read_text
 
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
@@ -38,6 +38,7 @@ MAY_DIFFER = (
     *("sft.packing", "sft.share_prompts", "model.attention", "model.loss_head", "model.seq_length"),
     # Guards that warn or end a run. Which steps are skipped is part of how an arm was trained.
     *(f"guards.{name}" for name in ("kl", "entropy", "truncated", "reward", "max_skipped_steps")),
+    *("guards.sampler_gap", "guards.stale_gap"),
     *(f"sampling.{name}" for name in SAMPLING_OF_THE_ARM),
     *OF_THE_ARM,
 )
@@ -99,6 +100,8 @@ class RunRecord:
     """The curves of ``test_time/ARM.json`` (``nemo-edo evaluate --stored``) by evaluated policy, and its
     ``search_accuracy`` where ``search/ARM`` has exactly one search (``nemo-edo search``)."""
     samples: list[dict[str, Any]]
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Setting -> file -> checksum, of the files that the run began with."""
     changed: list[str] = field(default_factory=list)
     """Inputs that had changed when the run resumed or was evaluated again, in sentences."""
 
@@ -142,9 +145,15 @@ def read_run(folder: Path) -> RunRecord:
         lines = lines_table([line for line in parsed if line.get("kind") in REQUIRED_KEYS])
     except (ValueError, TypeError) as error:
         raise DamagedFile(f"{folder / METRICS}: {error}") from error
+    from nemo_edo.config.compose import default_values  # loads Hydra
+
+    config, files = read_mapping(folder / CONFIG), run.journal().get("files", {})
+    _typed(folder / CONFIG, config, {"data": dict, "model": dict, "evaluation": dict})
+    noted = {name: {file: note[0] for file, note in of.items()} for name, of in files.get("inputs", {}).items()}
     return RunRecord(
         folder=folder,
-        config=read_mapping(folder / CONFIG),
+        # An earlier version's lacks the settings that were added since: their defaults are what it did.
+        config=_completed(default_values(config.get("job")), config),
         config_text=read_text(folder / CONFIG),
         summary=summary,
         arms=arms,
@@ -153,8 +162,18 @@ def read_run(folder: Path) -> RunRecord:
         replicate=replicate,
         test_time={arm: found for arm in evaluations if (found := _read_test_time(run, arm, evaluations[arm]))},
         samples=samples,
-        changed=[str(sentence) for sentence in run.journal().get("files", {}).get("changed", [])],
+        inputs=noted,
+        changed=[str(sentence) for sentence in files.get("changed", [])],
     )
+
+
+def _completed(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    deeper = {
+        key: _completed(defaults[key], value)
+        for key, value in config.items()
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+    }
+    return {**defaults, **config, **deeper}
 
 
 def _typed(path: Path, values: Any, kinds: dict[str, Any], of: str = "") -> dict[str, Any]:
@@ -269,10 +288,12 @@ def read_runs(found: FoundRuns) -> RunSet:
     theirs = flattened(records[0].config)
     for record in records[1:]:
         ours = flattened(record.config)
+        skips = "skip" in (theirs.get(SKIPPING[0]), ours.get(SKIPPING[0]))
+        may_differ = MAY_DIFFER if skips else (*MAY_DIFFER, *SKIPPING)
         differing = [
             key
             for key in dict.fromkeys([*theirs, *ours])
-            if theirs.get(key) != ours.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in MAY_DIFFER)
+            if theirs.get(key) != ours.get(key) and not any(f"{key}.".startswith(f"{free}.") for free in may_differ)
         ]
         if differing:
             key, *more = differing
@@ -282,6 +303,11 @@ def read_runs(found: FoundRuns) -> RunSet:
                 f"{records[0].folder} and {record.folder} cannot be compared: {key} is {one} in the one and {another} "
                 f"in the other{also}; runs of one report may differ in their arms and seeds only"
             )
+        for key in sorted(records[0].inputs.keys() & record.inputs.keys()):
+            if (key == "model.path" or key.startswith("data.")) and records[0].inputs[key] != record.inputs[key]:
+                raise UserError(
+                    f"{records[0].folder} and {record.folder} cannot be compared: the files of {key} had other content"
+                )
     evaluations = {f"{one.folder}: {arm}": result for one in records for arm, result in one.evaluations.items()}
     evaluations |= {f"{one.folder}: {REPLICATE}": one.replicate for one in records if one.replicate}
     require_same_problems(evaluations)

@@ -290,6 +290,12 @@ def _warnings_of_experts(fields: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def require_unchanged(cfg: RunConfig, run: RunFolder) -> None:
+    """Raises UserError where files are not those that a run noted, but for ``allow_changed`` ones."""
+    noted = run.journal().get("files", {}).get("inputs", {})
+    MadeFrom(input_files(cfg), noted, cfg.allow_changed, ["data.source", "data.warmup"])
+
+
 def input_files(cfg: RunConfig) -> dict[str, dict[str, Path]]:
     """The files of each setting that names some."""
     from nemo_edo.config.compose import arm_configs  # loads Hydra

@@ -82,7 +82,9 @@ def evaluate_model(cfg: RunConfig) -> list[str]:
         )
     folder = RunFolder(Path(cfg.output_dir) / cfg.name)
     folder.check_free(resolved_yaml(cfg))
-    if not folder.is_finished:
+    if folder.is_finished:
+        inputs.require_unchanged(cfg, folder)
+    else:
         train(cfg)
     return evaluate_stored([folder.path], None, [])
 

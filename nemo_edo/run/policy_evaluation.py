@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig
+from nemo_edo.errors import UserError
 from nemo_edo.evaluation import stored
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning, read_samples
 from nemo_edo.evaluation.results import BEST, KINDS, Evaluation, kinds, load_evaluation, newly_solved_and_lost
@@ -21,11 +23,11 @@ from nemo_edo.rollouts.resumable import Parts
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore
 from nemo_edo.run.build import RunSettings
 from nemo_edo.run.services import RunServices
-from nemo_edo.run.stored_run import open_run
+from nemo_edo.run.stored_run import StoredRun, open_run
 from nemo_edo.run.tracking import log_solutions
 from nemo_edo.run_folder import SUMMARY, RunFolder, taken
 from nemo_edo.types import GenerationRequest, Problem, SamplingParams, ScoredRollout
-from nemo_edo.utils.files import read_object
+from nemo_edo.utils.files import checksum, read_object
 from nemo_edo.worker.remote import RemotePolicy
 from nemo_edo.worker.worker import Worker
 
@@ -152,6 +154,7 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
         settings = {"resamples": opened[0].cfg.evaluation.bootstrap, "seed": opened[0].cfg.seed}
         said.append(stored.table(evaluations, **settings))
         if len(evaluations) > 1:
+            _require_same_content(opened)
             # The arm that the first run's report compares with, if it is there with another trained one.
             first, names = opened[0].folder, [name for *_, name in chosen]
             named = first.summary(("baseline",))["baseline"] if (first.path / SUMMARY).is_file() else None
@@ -160,6 +163,23 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
             tested = stored.differences(evaluations, baseline, **settings)
             said.append(stored.differences_table(tested, baseline))
         return [*said, *(f"written: {folder.test_time(name)}" for folder, _, name in chosen)]
+
+
+def _require_same_content(runs: Sequence[StoredRun]) -> None:
+    """Raises UserError where two runs' test problems are known to be others, whatever their ids are."""
+    contents: dict[Any, Path] = {}
+    for run in runs:
+        own, noted = run.folder.data / "test.jsonl", run.folder.journal().get("files", {}).get("inputs", {})
+        if own.is_file():
+            content = checksum(own)
+        elif "data.test" not in noted:
+            continue
+        else:
+            content = tuple(note[0] for note in noted["data.test"].values())
+        contents.setdefault(content, run.folder.path)
+    if len(contents) > 1:
+        one, another, *_ = contents.values()
+        raise UserError(f"{one} and {another} were evaluated on different problems: their test data have other content")
 
 
 def analyse_arm(

@@ -144,11 +144,17 @@ def sensitivity(rows: Sequence[Row], weights: Mapping[str, float]) -> str:
     if not stopped:
         return "No guard stopped a training."
     hit = {(row["task"], row["seed"]) for row in stopped}
-    left = weighted(blocks([row for row in rows if (row["task"], row["seed"]) not in hit], DOSES), weights)
-    low, high = left.interval(0.95)
+    found = blocks([row for row in rows if (row["task"], row["seed"]) not in hit], DOSES)
+    found = {task: of_task for task, of_task in found.items() if len(of_task) > 1}
     arms = Counter(f"{row['arm']} {row['dose']}".strip() for row in stopped)
     counts = ", ".join(f"{count} of {arm}" for arm, count in arms.items())
-    return f"Guards stopped {counts}; without these blocks {left.mean:+.4f} [{low:+.4f}, {high:+.4f}]."
+    if not found:
+        return f"Guards stopped {counts}; no task has two blocks without them."
+    of_left = sum(weights[task] for task in found)
+    left = weighted(found, {task: weights[task] / of_left for task in found})
+    low, high = left.interval(0.95)
+    of_tasks = f" of {', '.join(found)}"
+    return f"Guards stopped {counts}; without these blocks{of_tasks} {left.mean:+.4f} [{low:+.4f}, {high:+.4f}]."
 
 
 def pilot_votes(rows: Iterable[Row]) -> dict[str, list[float]]:

@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from nemo_edo.errors import UserError
-from nemo_edo.evaluation.results import START, ratio_intervals
-from nemo_edo.metrics import Interval, mean_interval
+from nemo_edo.evaluation.results import START, ratio_intervals, seeds_interval
+from nemo_edo.metrics import Interval
 from nemo_edo.metrics.intervals import mean_of_shares
 from nemo_edo.report.page import render_page, write_whole
 from nemo_edo.report.run_folders import FoundRuns, find_runs
@@ -102,7 +102,14 @@ def _measured(number: Any, found: Mapping[tuple, Mapping[int, Trained]]) -> dict
     means = [one.mean * factor for one in by_seed.values()]
     measured["seeds"] = " ".join(map(str, by_seed))
     if len(means) > 1:
-        return {**measured, **vars(mean_interval(means)), "deviation": float(np.std(means, ddof=1))}
+        found_in = [part[seed].evaluation for seed in by_seed for part in parts]
+        names = [name for name in number.metrics.split() if all(one.has(name) for one in found_in)]
+        grain = max((one.grain(name) for name in names[:1] for one in found_in), default=0.0) / len(parts)
+        over_seeds = seeds_interval(
+            number.metrics.split()[0], [one.mean for one in by_seed.values()], rounding=grain**2 / 12
+        )
+        ends = {name: end * factor for name, end in vars(over_seeds).items()}
+        return {**measured, **ends, "deviation": float(np.std(means, ddof=1))}
     [one] = by_seed.values()
     return {**measured, "mean": means[0], "low": one.low * factor, "high": one.high * factor}
 

@@ -146,7 +146,7 @@ def test_arms_of_one_run_with_one_label_have_their_names_too(tmp_path):
     ("summary.json", lambda text: text.replace('"beta": 0.001', '"beta": "x"', 1), ": arms.grpo.beta is .* not"),
     ("evaluations/edo_floor.json", lambda text: text.replace('"vote@', '"vote\\n@', 1), "expected sums and counts"),
     ("evaluations/edo_floor.json", lambda text: re.sub(r'"sum": \[[\d.]+', '"sum": [99', text, count=1), "between 0"),
-    ("config.yaml", lambda text: "seed: 1\n", "config.yaml: evaluation.bootstrap is missing"),
+    ("config.yaml", lambda text: "seed: 1\n", "config.yaml: data is missing"),
     *(("metrics.jsonl", lambda text, bad=bad: text.replace("\n", f"\n{bad}\n", 1), "metrics.jsonl:2: ")
       for bad in ('{"kind": "collection", "arm"', "[1]", "[" * 9999, '{"kind": []}')),
     ("metrics.jsonl", lambda text: text.replace('"entropy": 0', '"entropy": "high", "reward": 0', 1), "'high'")])
