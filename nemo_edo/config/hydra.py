@@ -160,7 +160,9 @@ def parse_overrides(overrides: Sequence[str], texts: Collection[str]) -> list[Ov
             is_text = bool(equals) and key.lstrip("+") in texts
             try:
                 [override] = parser.parse_overrides([line])
-                as_it_is = is_text and isinstance(override.value(), int | float)
+                read = override.value()  # Hydra takes backslashes for its own, and sort(a) for a function
+                is_changed = isinstance(read, str) and read != value.strip() and value[:1] not in ("'", '"')
+                as_it_is = is_text and (isinstance(read, int | float) or is_changed)
             except OverrideParseException:
                 if not is_text or value[:1] in ("'", '"'):
                     raise

@@ -148,8 +148,8 @@ class GRPOConfig(LoopConfig, GRPOLossConfig):
     from, all as sampled in training. Off-policy samples push in expectation, from the first step on. Ours, not the
     paper's."""
     dynamic_sampling: bool = False
-    """Groups of equal rewards are dropped, and problems outside the collection sampled in their place (DAPO): none where
-    ``problems_per_iteration`` takes all."""
+    """Groups of equal rewards are dropped, and problems outside the collection sampled in their place (DAPO): none
+    where ``problems_per_iteration`` takes all."""
     max_extra_rounds: NonNegativeInt = 3  # Rounds of sampling that dynamic_sampling may add to a collection.
     overlong_buffer: Optional[PositiveInt] = None
     """Tokens before sampling.max_new_tokens over which the reward falls linearly by 1 (DAPO). null: no penalty."""

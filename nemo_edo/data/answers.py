@@ -124,7 +124,7 @@ def clean_answer(text: str) -> str:
         if len(boxes) == 1 and boxes[0].start == 0 and boxes[0].end == len(text):
             text = boxes[0].content
     text = _THOUSANDS.sub("", _BARE_DOLLAR.sub(rf"\1{_DOLLAR}", text))
-    text = text.replace(r"\left", "").replace(r"\right", "").replace(r"\%", "%")
+    text = re.sub(r"\\(?:left|right)(?![a-zA-Z])", "", text).replace(r"\%", "%")
     return " ".join(text.replace("$", "").replace(_DOLLAR, r"\$").split())
 
 
@@ -174,8 +174,11 @@ def _format(find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:
 
 
 def _stated_somewhere(text: str) -> str | None:
-    answers = (form.extract(text) for form in (HASHES, *map(answer_format, ("boxed", "answer_is"))))
-    return next(filter(None, answers), None)
+    if number := HASHES.extract(text):
+        return number
+    line = (HASHES_TEXT.extract(text) or "").partition("\n")[0].strip()  # #### 1/3 states no decimal, and not 3
+    answers = (form.extract(line or text) for form in map(answer_format, ("boxed", "answer_is")))
+    return next(filter(None, answers), None) or clean_answer(line) or None
 
 
 def _stated_or_last_number(text: str) -> str | None:

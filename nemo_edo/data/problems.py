@@ -40,10 +40,15 @@ def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
     missing column, and for a value that is none of JSON's."""
     content, chat = row.fields(), ()
     texts, metadata = {"id": str(row.number), "answer": "", "solution": ""}, dict(content)
+    named = {getattr(columns, name) for name in texts} | {columns.question}
     for name in ("question", "answer", "solution", "id"):
         setting = getattr(columns, name)
         column = setting or name
-        value = metadata.get(column) if name == "id" else metadata.pop(column, None)
+        value = content.get(column)
+        if setting is None and (name in named or (name in ("solution", "id") and value in (None, ""))):
+            continue  # another's column, or nothing
+        if name != "id":
+            metadata.pop(column, None)
         if column not in content:  # a field of a column: reward_model.ground_truth
             value = content
             for part in column.split("."):

@@ -1,6 +1,7 @@
 """The rows of a data file: JSON lines, a JSON list, Parquet, a folder of either, or a data set saved to disk."""
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date, time, timedelta
@@ -12,6 +13,7 @@ from uuid import UUID
 from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import shown
 
+_OF_A_SPLIT = re.compile(r"(train|test|valid|validation|dev|eval)(?:-\d+-of-\d+)?")
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json"}  # JSON files that the hub's data sets have next to their rows
 NAME_COLUMNS = "other columns are named with data.columns.question=NAME and data.columns.answer=NAME"
 
@@ -91,12 +93,16 @@ def read_rows(path: Path) -> Iterator[Row]:
         ]  # fmt: skip
         if not files:
             raise ProblemFileError(f"{path}: has no .json, .jsonl or .parquet file")
+        splits = sorted({match[1] for file in files if (match := _OF_A_SPLIT.fullmatch(file.stem))})
+        if len(splits) > 1:
+            raise ProblemFileError(f"{path}: has files of the splits {' and '.join(splits)}; name those of one")
         number = 0
         for file in sorted(
             files, key=lambda file: (str(file.parent), int(file.stem) if file.stem.isdecimal() else -1, file.name)
         ):
-            is_one = file.suffix == ".json" and _content(file).lstrip().startswith(b"{")
-            for row in [Row(1, str(file), _parsed(_content(file)))] if is_one else read_rows(file):
+            one = _parsed(_content(file)) if file.suffix == ".json" and _content(file).lstrip()[:1] == b"{" else None
+            is_one = one is not None and not (isinstance(one, RowError) and _content(file).strip().count(b"\n"))
+            for row in [Row(1, str(file), one)] if is_one else read_rows(file):
                 number += 1
                 yield Row(number, row.source, row.content)
     elif path.suffix == ".parquet":

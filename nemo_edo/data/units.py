@@ -20,8 +20,18 @@ NO_UNIT = frozenset(
     "plus minus over off mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce "
     "halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth "
     "tenths hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
-    "none doubled tripled quadrupled halved bps to it percentage".split()
+    "none doubled tripled quadrupled halved bps to it percentage point out divided multiplied remainder rem raised "
+    "exponent too impossible quadrillion quintillion".split()
 )  # words that say something else of the number than its unit
+_NUMBER_WORDS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred pi"
+)
+_OTHER_NUMBER = re.compile(
+    rf"(?:^|\b(?:in|of|by|times|below|above|under) )(?:{_NUMBER_WORDS.replace(' ', '|')})(?![\w-])|"
+    r"\b(?:eleven|twelf|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen|twentie|thirtie|fortie|fiftie|"
+    r"sixtie|seventie|eightie|ninetie|million|billion)ths?\b"
+)  # 1 in six, 5 below zero, 5 twelfths
 _IN = Fraction(254, 10000)
 _SIZES: dict[str, dict[str, Fraction | int]] = {
     "length": {
@@ -151,6 +161,8 @@ def _read(value: str, words: str, currency: str = "") -> Measure | None:
         words = "million"
     words = re.sub(r"\bM(?=(?:[gmJWNV]|Hz|Pa|eV)\b)", "mega", words)  # 5 MW are not 5 mW
     text = words.casefold().replace("²", "^2").replace("³", "^3").replace(".", "")
+    if _OTHER_NUMBER.search(text):
+        return None
     text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)
     tokens = _TOKENS.findall(text)
     if len("".join(tokens)) != len(text.replace(" ", "")) or NO_UNIT & set(tokens) or not (tokens or currency):

@@ -192,7 +192,7 @@ def _text(text: str, letters: bool) -> Value | None:
     for pattern, meaning in _MEANINGS:
         if pattern.fullmatch(words):
             return read(meaning)
-    if number := number_in_words(words):
+    if number := number_in_words(" ".join(said.casefold().split())) or number_in_words(words):
         return read(" ".join(filter(None, number)))
     ordinal = re.fullmatch(r"(\d+)\s*(?:\^\{?)?\s*(?:st|nd|rd|th)\s*\}?", words)
     if ordinal or words in _ORDINALS:

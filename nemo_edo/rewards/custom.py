@@ -257,8 +257,8 @@ def signature(path: str, key: str) -> Signature | UserError:
         wanted = [name for name in wanted if is_trl or name not in IDS or name in declared]
     except UserError as error:
         return error
-    called = function if inspect.isroutine(function) else type(function).__call__
-    concurrent = inspect.iscoroutinefunction(called) and not batch
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    concurrent = is_async and not batch
     optional = frozenset(name for name, one in declared.items() if one.default is not one.empty)
     return Signature(batch, concurrent, {name: names[name] for name in wanted}, optional, is_trl and variable)
 

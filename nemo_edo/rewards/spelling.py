@@ -123,7 +123,10 @@ def _spelled(number: int) -> str:
 
 
 _NUMBERS = {_spelled(number): number for number in range(1000)}
-_PARTS = "half third quarter fifth sixth seventh eighth ninth tenth".split()
+_PARTS = (
+    "half third quarter fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
+    "sixteenth seventeenth eighteenth nineteenth twentieth"
+).split()
 _FRACTIONS = {
     f"{_SMALL[above]} {part}{'s' if above > 1 else ''}".replace("halfs", "halves"): f"{above}/{below}"
     for below, part in enumerate(_PARTS, start=2) for above in range(1, 20)
@@ -133,7 +136,7 @@ _FRACTIONS |= {text.replace("quarter", "fourth"): fraction for text, fraction in
 
 def number_in_words(text: str) -> tuple[str, str] | None:
     """The number that a text begins with, in LaTeX, and the rest: ("5", "apples"); None where it begins with none."""
-    words = re.sub(r"\ba (?=half|third|quarter|fourth)", "one ", text.replace("-", " ")).split()
+    words = re.sub(rf"\ban? (?={'|'.join(_PARTS)}|fourth)", "one ", text.replace("-", " ")).split()
     sign = "-" if words[:1] in (["minus"], ["negative"]) else ""
     words = words[len(sign) :]
     if words and words[0] in ("half", "dozen", "hundred", "thousand", "million"):

@@ -83,7 +83,9 @@ class ExactAnswerScorer:
                 answer = stated_number(stated) if problem.answer_kind == NUMBER else stated
             expected = canonical_number(problem.answer) or problem.answer
             reason = response.why_no_answer if answer is None else f"final answer {answer}, expected {expected}"
-            scored.append(response.scored(float(answer == expected), answer, CORRECT if answer == expected else reason))
+            is_text = answer is not None and canonical_number(answer) is None
+            correct = answer == expected or (is_text and clean_answer(answer) == clean_answer(expected))
+            scored.append(response.scored(float(correct), answer, CORRECT if correct else reason))
         return scored
 
 

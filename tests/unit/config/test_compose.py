@@ -181,7 +181,7 @@ def test_unknown_config_name_is_told_with_the_nearest_and_a_missing_folder_is_na
     assert f"{tmp_path / 'none'} is not a folder" in message_of("quickstart", [], tmp_path / "none")
 
 
-@pytest.mark.parametrize("text", ["1e-3", "true", r"/a b/größe\\", "{question} it's", "a=b"])
+@pytest.mark.parametrize("text", ["1e-3", "true", r"/a b/größe\\", "{question} it's", "a=b", r"\[\d+\]", "sort(a)"])
 def test_a_text_setting_takes_any_value_as_it_is_and_a_path_s_tilde_is_the_home(monkeypatch, text):
     monkeypatch.setenv("HOME", "/home/me")
     assert compose_run("quickstart", [f"data.system_prompt={text}"]).data.system_prompt == text

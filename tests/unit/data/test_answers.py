@@ -36,6 +36,8 @@ def test_canonical_numbers_keep_the_value_and_are_the_same_exactly_if_they_are_e
     ("#### 1\u202f234 km", "1234", True), ("#### \u20115", "-5", True), ("#### \u201342\u00a0", "-42", True),
     ("#### 1/2", "0.5", True), (r"#### \frac{3}{4} cups", "0.75", True), ("#### 1/3", None, False),
     *((f"#### {text}", None, False) for text in ("42 or 43", "42 dozen", "42k", "42 + 1", "42 is wrong", "12:30")),
+    *((f"#### {text}", None, False) for text in ("5 twelfths", "2 out of three", "5 point two", "1 in six",
+                                                "5 below zero", "2 remainder one")),
     ("#### 2\n#### 2", "2", False), ("#### 12\n#### twelve", None, False), ("1 + 1 = 2\n#### two", None, False),
     ("the answer is 12", None, False), ("the answer is #### 12", None, False), ("", None, False),
 ])
@@ -54,6 +56,8 @@ BOXED, FINAL, SO, FLEXIBLE = map(answer_format, ("boxed", "final_answer_is", "so
     (BOXED, r"$\boxed{3}$;\quad **$\boxed{4}$**, or~$A=\boxed{5}$", "3, 4, 5"),
     (BOXED, r"\boxed{3}. No: \boxed{4}", "4"),
     (BOXED, "\\boxed{1\u2009234\u00a0cm}", "1234 cm"),
+    (FLEXIBLE, "2 3\n#### 1/3\nmore 4", "1/3"), (FLEXIBLE, "#### 5 million", "5 million"),
+    (FLEXIBLE, "#### x+5", "x+5"), (FLEXIBLE, "#### The answer is 5", "5"),
     (FLEXIBLE, "#### 5\nor 6", "5"), (FLEXIBLE, r"It is \boxed{\frac{1}{2}}, or 0.5", r"\frac{1}{2}"),
     (FLEXIBLE, "The answer is **42** apples. There are 7 left.", "42 apples"),
     (FLEXIBLE, "5 - 3 leaves $1,234.50 in 2 days", "2"),

@@ -152,6 +152,26 @@ def test_a_column_that_nobody_named_refuses_no_file_and_a_whole_number_may_be_a_
                               "ns": "1970-01-01 00:00:00.000000001"}  # fmt: skip
 
 
+def test_a_column_serves_one_purpose_and_optional_ones_that_nobody_named_may_be_empty(tmp_path: Path):
+    rows = [{"prompt": "x", "solution": "$2$"}, {"prompt": "y", "solution": "3"}]
+    found = load_problems(write(tmp_path / "trl.jsonl", rows), DataConfig(columns=Columns("prompt", "solution")))
+    assert [(one.answer, one.solution) for one in found.problems] == [("$2$", ""), ("3", "")]
+    rows = [{"problem": "x", "answer": "2", "solution": None, "id": None},
+            {"problem": "y", "answer": "3", "solution": ""}]  # fmt: skip
+    found = load_problems(write(tmp_path / "some.jsonl", rows), DataConfig(columns=Columns("problem")))
+    assert [(one.id, one.answer, one.solution) for one in found.problems] == [("some-1", "2", ""), ("some-2", "3", "")]
+
+
+def test_a_folder_has_one_split_and_lines_may_be_in_a_file_named_json(tmp_path: Path):
+    (tmp_path / "lines").mkdir()
+    write(tmp_path / "lines" / "a.jsonl", ROWS).rename(tmp_path / "lines" / "a.json")
+    assert len(load_problems(tmp_path / "lines", DataConfig(columns=NAMED)).problems) == len(ROWS)
+    for split in ("train", "test"):
+        write(tmp_path / "lines" / f"{split}-00000-of-00001.jsonl", ROWS)
+    with pytest.raises(UserError, match="has files of the splits test and train; name those of one"):
+        load_problems(tmp_path / "lines", DataConfig(columns=NAMED))
+
+
 def test_a_list_is_one_problem_in_each_row_and_one_that_is_cut_is_not_valid_json(tmp_path: Path):
     path, (first, last) = tmp_path / "list.json", map(json.dumps, ROWS)
     path.write_text(f'[{first}, {{}} ,\n{{"problem": "y", "gold": "3", "gold": "4"}}, {last}]')
