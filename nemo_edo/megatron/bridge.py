@@ -214,8 +214,9 @@ def _configure_training(provider, parallelism: ParallelismConfig) -> None:
             "apex's fused_weight_gradient_mlp_cuda is absent: weight gradients are added up in separate kernels, in "
             "Transformer Engine's layers too"
         )
-    # Its loss is a mean over a micro-batch: it would depend on how a batch is cut.
+    # The router's losses are means over a micro-batch, padding included: they would depend on how a batch is cut.
     provider.moe_router_load_balancing_type, provider.moe_aux_loss_coeff = "none", 0.0
+    provider.moe_z_loss_coeff = provider.moe_input_jitter_eps = None
     # Rollouts may carry the experts that their sampler chose (routing.py), which the fused router would not replay.
     provider.moe_enable_routing_replay, provider.moe_router_fusion = bool(provider.num_moe_experts), False
     # Megatron moves it by the sign of each expert's load: by no gradient, and away from the sampler's.

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from helpers import split_cases
+from helpers.tiny_models import write_tiny_model
 
 from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
@@ -73,6 +75,15 @@ def test_logits_are_those_of_transformers_to_one_in_a_hundred_thousand(tiny, tmp
     if length > ORIGINAL:
         unscaled = dense_logits(folder, tokens, scaled=False)
         assert (unscaled - logits)[:, ORIGINAL:].abs().max() > 1e-3, "positions beyond the context do not show"
+
+
+def test_padding_has_no_gradient_where_a_familys_recipe_has_losses_of_the_router(tiny, tmp_path):
+    """A z-loss of EXAONE MoE's, for example, is a mean over a micro-batch with its padding, whose token has zeros for
+    an embedding and therefore the largest gradient of all."""
+    fields = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "first_k_dense_replace": 1}
+    folder = write_tiny_model(tmp_path / "m", "exaone_moe", **fields)
+    embeddings = split_cases.measure(folder, {})["gradients"]["model.embed_tokens.weight"]
+    assert embeddings[0].abs().max() == 0 < embeddings.abs().max()
 
 
 def test_windows_that_ranks_cannot_share_are_found_with_the_folder(tiny, tmp_path):
