@@ -67,7 +67,7 @@ class Sources:
         return DEFAULT if found is None else f"{_shown(found[0])}:{found[1].start_mark.line + 1}"
 
     def written(self, key: str) -> str | None:
-        """What a file has as the key's value, whatever YAML makes of it: 24:00:00 would be a number to base 60. None
+        """The key's value as a file has it, whatever YAML makes of it: 24:00:00 would be a number to base 60. None
         where no file set it last, or to no single value."""
         found = self._setter(key)
         is_scalar = isinstance(found, tuple) and isinstance(found[2], yaml.ScalarNode)

@@ -100,8 +100,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         for file in sorted(
             files, key=lambda file: (str(file.parent), int(file.stem) if file.stem.isdecimal() else -1, file.name)
         ):
-            one = _parsed(_content(file)) if file.suffix == ".json" and _content(file).lstrip()[:1] == b"{" else None
-            is_one = one is not None and not (isinstance(one, RowError) and _content(file).strip().count(b"\n"))
+            content = _content(file).strip() if file.suffix == ".json" else b""
+            one = _parsed(content) if content.startswith(b"{") else None
+            is_one = one is not None and not (isinstance(one, RowError) and b"\n" in content)
             for row in [Row(1, str(file), one)] if is_one else read_rows(file):
                 number += 1
                 yield Row(number, row.source, row.content)

@@ -15,6 +15,17 @@ FUNCTIONS = frozenset(
 _MULTIPLIERS = {"k": 10**3, "dozen": 12, "tens": 10, "hundred": 10**2, "thousand": 10**3, "million": 10**6,
                 "billion": 10**9, "trillion": 10**12, "mn": 10**6, "mio": 10**6, "mil": 10**6, "bn": 10**9,
                 "lakh": 10**5, "crore": 10**7, "score": 20, "gross": 144}  # fmt: skip
+SMALL = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
+    "eighteen nineteen"
+).split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+PARTS = (
+    "half third quarter fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
+    "sixteenth seventeenth eighteenth nineteenth twentieth"
+).split()
+"""Of a whole, from 1/2 on."""
+_SMALLER = [*PARTS[9:], *(f"{ten[:-1]}ieth" for ten in TENS), "millionth", "billionth"]  # than a tenth
 NO_UNIT = frozenset(
     "is are was were be not no nor never wrong incorrect false invalid nope or and but if unless than more less fewer "
     "plus minus over off mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce "
@@ -22,16 +33,11 @@ NO_UNIT = frozenset(
     "tenths hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
     "none doubled tripled quadrupled halved bps to it percentage point out divided multiplied remainder rem raised "
     "exponent too impossible quadrillion quintillion".split()
+    + [part + ending for part in _SMALLER for ending in ("", "s")]
 )  # words that say something else of the number than its unit
-_NUMBER_WORDS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred pi"
-)
 _OTHER_NUMBER = re.compile(
-    rf"(?:^|\b(?:in|of|by|times|below|above|under) )(?:{_NUMBER_WORDS.replace(' ', '|')})(?![\w-])|"
-    r"\b(?:eleven|twelf|thirteen|fourteen|fifteen|sixteen|seventeen|eighteen|nineteen|twentie|thirtie|fortie|fiftie|"
-    r"sixtie|seventie|eightie|ninetie|million|billion)ths?\b"
-)  # 1 in six, 5 below zero, 5 twelfths
+    rf"(?:^|\b(?:in|of|by|times|below|above|under) )(?:{'|'.join([*SMALL, *TENS, 'hundred', 'pi'])})(?![\w-])"
+)  # 1 in six, 5 below zero
 _IN = Fraction(254, 10000)
 _SIZES: dict[str, dict[str, Fraction | int]] = {
     "length": {

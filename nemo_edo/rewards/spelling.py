@@ -6,7 +6,7 @@ import unicodedata
 from fractions import Fraction
 
 from nemo_edo.data.answers import clean_answer
-from nemo_edo.data.units import NAMES
+from nemo_edo.data.units import NAMES, PARTS, SMALL, TENS
 
 _SYMBOLS = {
     "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ",
@@ -106,37 +106,26 @@ def _fraction(number: re.Match[str]) -> str:
     return rf"\frac{{{repeated.numerator}}}{{{repeated.denominator}}}"
 
 
-_SMALL = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen"
-).split()
-_TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
-
-
 def _spelled(number: int) -> str:
     """The words of a number below 1000, without hyphens and "and"."""
     if number < 20:
-        return _SMALL[number]
+        return SMALL[number]
     above, below = divmod(number, 10 if number < 100 else 100)
-    words = _TENS[above - 2] if number < 100 else f"{_SMALL[above]} hundred"
+    words = TENS[above - 2] if number < 100 else f"{SMALL[above]} hundred"
     return f"{words} {_spelled(below)}" if below else words
 
 
 _NUMBERS = {_spelled(number): number for number in range(1000)}
-_PARTS = (
-    "half third quarter fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
-    "sixteenth seventeenth eighteenth nineteenth twentieth"
-).split()
 _FRACTIONS = {
-    f"{_SMALL[above]} {part}{'s' if above > 1 else ''}".replace("halfs", "halves"): f"{above}/{below}"
-    for below, part in enumerate(_PARTS, start=2) for above in range(1, 20)
+    f"{SMALL[above]} {part}{'s' if above > 1 else ''}".replace("halfs", "halves"): f"{above}/{below}"
+    for below, part in enumerate(PARTS, start=2) for above in range(1, 20)
 }  # fmt: skip
 _FRACTIONS |= {text.replace("quarter", "fourth"): fraction for text, fraction in _FRACTIONS.items()}
 
 
 def number_in_words(text: str) -> tuple[str, str] | None:
     """The number that a text begins with, in LaTeX, and the rest: ("5", "apples"); None where it begins with none."""
-    words = re.sub(rf"\ban? (?={'|'.join(_PARTS)}|fourth)", "one ", text.replace("-", " ")).split()
+    words = re.sub(rf"\ban? (?={'|'.join(PARTS)}|fourth)", "one ", text.replace("-", " ")).split()
     sign = "-" if words[:1] in (["minus"], ["negative"]) else ""
     words = words[len(sign) :]
     if words and words[0] in ("half", "dozen", "hundred", "thousand", "million"):

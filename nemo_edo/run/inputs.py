@@ -145,12 +145,11 @@ def _write_tokenizer(cfg: RunConfig, folder: Path, made: Mapping[str, Sequence[P
 
     words = cfg.data.arithmetic
     if cfg.data.source is not None:
-        texts = [text for split in made.values() for problem in split for text in (problem.question, problem.solution)]
-        # Also of whole prompts: where a question meets the template, the pieces are others.
-        prompts = [
-            cfg.data.prompt.replace("{question}", problem.question) for split in made.values() for problem in split
-        ]
-        words = word_vocabulary([cfg.data.prompt.replace("{question}", ""), *texts, *prompts])
+        texts = [cfg.data.prompt.replace("{question}", "")]
+        for problem in chain.from_iterable(made.values()):  # where a question meets the template, pieces are others
+            prompt = cfg.data.prompt.replace("{question}", problem.question)
+            texts += [problem.question, problem.solution, prompt]
+        words = word_vocabulary(texts)
     return write_base_model(folder, cfg.model.architecture, words)
 
 
