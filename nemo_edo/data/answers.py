@@ -22,6 +22,7 @@ _FRACTION = re.compile(
     r"\\[dt]?frac(?:\{(?P<over>-?\d{1,30})\}\{(?P<under>\d{1,30})\}|\s*(?P<short>\d{2})))"
 )
 _MARKER = "####"
+_HEADING = re.compile(r"[*\s]*(?:\d+[.)]\s*)?[*\s]*[^\W\d_]{2}")  # #### Step 2, #### **1. Sums**
 _HASHES = re.compile(rf"^[ \t]*{_MARKER}", re.MULTILINE)
 _BOX_OR_BRACE = re.compile(
     r"\\(?:boxed|fbox)\s*(?P<opens>\{)|\\(?:boxed|fbox) +(?P<bare>[^\s{}$\\]+)|\\.|[{}]", re.DOTALL
@@ -176,7 +177,9 @@ def _format(find: Callable[[str], list[tuple[str, int]]]) -> AnswerFormat:
 def _stated_somewhere(text: str) -> str | None:
     if number := HASHES.extract(text):
         return number
-    line = (HASHES_TEXT.extract(text) or "").partition("\n")[0].strip()  # #### 1/3 states no decimal, and not 3
+    line, _, more = (HASHES_TEXT.extract(text) or "").partition("\n")  # #### 1/3 states no decimal, and not 3
+    if (more.strip() and _HEADING.match(line)) or len(line) > LONGEST_ANSWER:
+        line = ""
     answers = (form.extract(line or text) for form in map(answer_format, ("boxed", "answer_is")))
     return next(filter(None, answers), None) or clean_answer(line) or None
 

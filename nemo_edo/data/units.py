@@ -31,12 +31,13 @@ NO_UNIT = frozenset(
     "plus minus over off mod modulo factorial root power inverse reciprocal negative percent permille basis bc bce "
     "halves third thirds fourth fourths fifth fifths sixth sixths seventh sevenths eighth eighths ninth ninths tenth "
     "tenths hundredth hundredths thousandth thousandths half maybe perhaps except without instead so because nothing "
-    "none doubled tripled quadrupled halved bps to it percentage point out divided multiplied remainder rem raised "
-    "exponent too impossible quadrillion quintillion".split()
+    "none doubled tripled quadrupled halved bps to it percentage out remainder rem exponent "
+    "too impossible quadrillion quintillion".split()
     + [part + ending for part in _SMALLER for ending in ("", "s")]
 )  # words that say something else of the number than its unit
 _OTHER_NUMBER = re.compile(
-    rf"(?:^|\b(?:in|of|by|times|below|above|under) )(?:{'|'.join([*SMALL, *TENS, 'hundred', 'pi'])})(?![\w-])"
+    r"(?:^(?!hundred(?![\w-])|\w+ (?:dollar|cent)s? (?:bill|coin|note)s?)|\b(?:of|times|below|above|under|point) |"
+    rf"\b(?:in|by|to) (?!one (?!hundred|thousand|million)))(?:{'|'.join([*SMALL, *TENS, 'hundred', 'pi'])})(?![\w-])"
 )  # 1 in six, 5 below zero
 _IN = Fraction(254, 10000)
 _SIZES: dict[str, dict[str, Fraction | int]] = {

@@ -17,7 +17,7 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy.logic.boolalg import Boolean
 
 from nemo_edo.data.answers import simple_fraction
-from nemo_edo.data.units import FUNCTIONS, TEXT, Measure, Unit, measure
+from nemo_edo.data.units import FUNCTIONS, NAMES, TEXT, Measure, Unit, measure
 from nemo_edo.rewards.spelling import number_in_words
 
 _NORMALIZED = NormalizationConfig(
@@ -192,7 +192,11 @@ def _text(text: str, letters: bool) -> Value | None:
     for pattern, meaning in _MEANINGS:
         if pattern.fullmatch(words):
             return read(meaning)
-    if number := number_in_words(" ".join(said.casefold().split())) or number_in_words(words):
+    number = number_in_words(" ".join(said.casefold().split()))
+    following = number[1].partition(" ")[0] if number else ""
+    if following not in ("", "of") and following.removesuffix("s") not in NAMES:  # an eighth note is no eighth
+        number = number_in_words(words)
+    if number := number or number_in_words(words):
         return read(" ".join(filter(None, number)))
     ordinal = re.fullmatch(r"(\d+)\s*(?:\^\{?)?\s*(?:st|nd|rd|th)\s*\}?", words)
     if ordinal or words in _ORDINALS:

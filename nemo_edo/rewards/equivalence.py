@@ -3,6 +3,7 @@ import it: an answer can hang sympy or exhaust the memory (``utils.worker_pool``
 
 import logging
 import re
+import string
 from collections.abc import Sequence
 
 import sympy
@@ -165,7 +166,9 @@ def _name(item: Value) -> str:
 
 
 def _are_letters(items: Sequence[Value]) -> bool:
-    return all(len(_name(item)) == 1 for item in items)
+    """Whether they are named by letters that follow each other, as x, y and a, b do: m, b and h, k have no order."""
+    names = "".join(sorted(map(_name, items)))
+    return len(names) == len(items) and (names in string.ascii_letters or set(names) <= {*"xyz"})
 
 
 def _distinct(items: Sequence[Value]) -> list[Value]:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import DataConfig, RewardsConfig
-from nemo_edo.data.answers import answer_format
+from nemo_edo.data.answers import answer_format, canonical_number, stated_number
 from nemo_edo.data.benchmarks import NUMBER
-from nemo_edo.data.problems import LoadedProblems
+from nemo_edo.data.problems import LoadedProblems, without_bad_rows
 from nemo_edo.errors import UserError
 from nemo_edo.rewards.custom import CustomScorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer, MathVerifier
@@ -52,7 +52,11 @@ def build_scorer(
     # A response that marks its answer in another way (a box) may state 2^{10} or 4\text{ cm}, whatever the answers are.
     plain = data.answer_format in ("hashes", "so_the_answer_is")
     plain = plain and all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
-    if rewards.verifier == "exact" or (rewards.verifier == "auto" and plain):
+    exact = rewards.verifier == "exact" or (rewards.verifier == "auto" and plain)
+    if data.answer_format == "hashes":
+        for path, file in loaded.items():
+            loaded[path] = _statable(path, file, data.on_bad_rows, exact=exact)
+    if exact:
         return ExactAnswerScorer(answers), None
     limits = Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers, rewards.time_budget_s)
     verifier = MathVerifier(limits)  # starts no process before it verifies
@@ -66,6 +70,18 @@ def build_scorer(
     for path, file in loaded.items():
         loaded[path] = verifier.verifiable(path, file, data.on_bad_rows)
     return MathScorer(answers, verifier), None
+
+
+def _statable(path: Path, loaded: LoadedProblems, on_bad_rows: str, *, exact: bool) -> LoadedProblems:
+    """The problems whose answers ``#### ANSWER`` can state, where a response states decimal numbers alone."""
+    good, bad = [], []
+    for problem in loaded.problems:
+        if (canonical_number if exact else stated_number)(problem.answer) is not None:
+            good.append(problem)
+        else:
+            why = f"the answer {problem.answer[:80]} is no decimal number, and data.answer_format=hashes finds no other"
+            bad.append(f"{problem.source}: {why}; expected hashes_text, boxed or flexible, or a number")
+    return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
 
 
 def check_functions(rewards: RewardsConfig) -> None:

@@ -83,8 +83,10 @@ class ExactAnswerScorer:
                 answer = stated_number(stated) if problem.answer_kind == NUMBER else stated
             expected = canonical_number(problem.answer) or problem.answer
             reason = response.why_no_answer if answer is None else f"final answer {answer}, expected {expected}"
-            is_text = answer is not None and canonical_number(answer) is None
-            correct = answer == expected or (is_text and clean_answer(answer) == clean_answer(expected))
+            correct = answer == expected
+            if answer is not None and canonical_number(answer) is None and len(answer) <= LONGEST_ANSWER:
+                answer = clean_answer(answer)  # what votes count
+                correct |= answer == clean_answer(expected)
             scored.append(response.scored(float(correct), answer, CORRECT if correct else reason))
         return scored
 

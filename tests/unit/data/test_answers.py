@@ -58,6 +58,8 @@ BOXED, FINAL, SO, FLEXIBLE = map(answer_format, ("boxed", "final_answer_is", "so
     (BOXED, "\\boxed{1\u2009234\u00a0cm}", "1234 cm"),
     (FLEXIBLE, "2 3\n#### 1/3\nmore 4", "1/3"), (FLEXIBLE, "#### 5 million", "5 million"),
     (FLEXIBLE, "#### x+5", "x+5"), (FLEXIBLE, "#### The answer is 5", "5"),
+    (FLEXIBLE, "#### Step 2: Sum\nIt is $\\boxed{42}$.", "42"), (FLEXIBLE, "#### **1. Plan**\n2+2=4\nso 42", "42"),
+    (FLEXIBLE, "#### Final Answer\n\nThe answer is 42.", "42"), (FLEXIBLE, "#### 5 million\nDone", "5 million"),
     (FLEXIBLE, "#### 5\nor 6", "5"), (FLEXIBLE, r"It is \boxed{\frac{1}{2}}, or 0.5", r"\frac{1}{2}"),
     (FLEXIBLE, "The answer is **42** apples. There are 7 left.", "42 apples"),
     (FLEXIBLE, "5 - 3 leaves $1,234.50 in 2 days", "2"),

@@ -132,9 +132,13 @@ def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_settin
         return build_scorer(cfg.rewards, cfg.data, Path("runs/run"), loaded, lambda text: ())[0]
 
     assert isinstance(scorer(r"\frac{1}{2}", "math"), MathScorer)
-    assert isinstance(scorer(r"\frac{1}{2}", "math", "rewards.verifier=exact"), ExactAnswerScorer)
+    exact_texts = ("rewards.verifier=exact", "data.answer_format=hashes_text")
+    assert isinstance(scorer(r"\frac{1}{2}", "math", *exact_texts), ExactAnswerScorer)
     assert isinstance(scorer("2", "number"), ExactAnswerScorer)
     assert isinstance(scorer("2", "number", "data.answer_format=boxed"), MathScorer)
     assert isinstance(scorer("2", "number", "rewards.verifier=math"), MathScorer)
     with pytest.raises(UserError, match=r"p\.jsonl:1: has no answer"):
         scorer("", "number")
+    for answer, verifier in (("1/3", "auto"), ("blue", "math"), (r"\frac{1}{2}", "exact")):  # no response can state it
+        with pytest.raises(ProblemFileError, match=r"a\.jsonl: .*1 of 1[^$]*p\.jsonl:1: .*hashes_text"):
+            scorer(answer, "math", f"rewards.verifier={verifier}")
