@@ -57,11 +57,11 @@ class Launch:
 
 def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, multirun: bool) -> Launch:
     """The job for a config, or for a sweep. Raises ConfigError or UserError where it cannot run; writes nothing."""
-    # An absolute path: jobs may start in another folder.
-    named = [override for override in overrides if override.lstrip("+").startswith("output_dir=")]
-    given = compose_incomplete(config_name, named, config_dir)[0].output_dir
-    overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
+    # The run's folder is an absolute path: jobs may start in another folder.
     if multirun:
+        named = [override for override in overrides if override.lstrip("+").startswith("output_dir=")]
+        given = compose_incomplete(config_name, named, config_dir)[0].output_dir
+        overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
         sweep = plan_sweep(config_name, overrides, config_dir)
         cfg, folder = sweep.cells[0].cfg, sweep.folder
         configs = [cell.cfg for cell in sweep.cells]
@@ -76,18 +76,20 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         if not waiting:
             raise UserError(f"nothing is left to run: {members[0].run} and all others are finished")
     else:
-        sweep, configs = None, [cfg := compose_run(config_name, overrides, config_dir)]
+        cfg = compose_run(config_name, list(overrides), config_dir)
+        cfg = replace(cfg, output_dir=str(Path(cfg.output_dir).resolve()))
+        sweep, configs = None, [cfg]
         run, config = RunFolder(Path(cfg.output_dir) / cfg.name), resolved_yaml(cfg)
         run.check_free(config)
         if run.is_finished:
             raise UserError(f"{run.path} is finished already; choose another name=..., or remove it")
         folder, cells, members, waiting = run.path, configs, (Member(config, run.path),), (0,)
-    if cfg.cluster.server_nodes and (not cfg.generation.is_served or cfg.generation.servers.urls):
+    if cfg.cluster.server_nodes and any(not o.generation.is_served or o.generation.servers.urls for o in configs):
         raise ConfigError(
             "cluster.server_nodes are for servers that the job starts: set generation=vllm, and no "
             "generation.servers.urls"
         )
-    if cfg.cluster.server_nodes and cfg.generation.backend == "trtllm":
+    if cfg.cluster.server_nodes and any(one.generation.backend == "trtllm" for one in configs):
         raise ConfigError(
             "cluster.server_nodes: TensorRT-LLM's servers run on the trainer's first node alone; set generation=vllm, "
             "or cluster.server_nodes=0"
@@ -155,6 +157,10 @@ def _launchable(launch: Launch) -> Launch:
             f"{folder!r}: a job takes only folders whose names have printable characters and none of {' '.join(signs)} "
             "(which PYTHONPATH and containers' mounts are split at); choose another output_dir=... or name=..."
         )
+    mounted = {"shared_folder": cluster.shared_folder or "", "container.mounts": cluster.container.mounts}
+    for key, texts in mounted.items() if cluster.container.kind != "none" else ():
+        if "," in "".join(texts):
+            raise UserError(f"cluster.{key} is {texts}: containers' mounts are split at commas; choose folders without")
     export = str(cluster.options.get("export", os.environ.get("SBATCH_EXPORT", "ALL")))
     if cluster.secrets_file is not None:
         path = Path(cluster.secrets_file).expanduser()

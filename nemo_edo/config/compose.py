@@ -64,7 +64,8 @@ def _composed(
     given, sources = compose_values(config_name, overrides, folders, texts := text_settings())
     for key, value in flattened(OmegaConf.to_container(given)).items():
         is_text = key in texts or key.startswith("cluster.environment.")
-        if type(value) in (int, float) and (is_text or key.startswith("cluster.options.")):
+        kinds = (int, float, bool) if is_text else (int, float)
+        if type(value) in kinds and (is_text or key.startswith("cluster.options.")):
             written = sources.written(key)
             if written is not None and (is_text or ":" in written):
                 OmegaConf.update(given, key, written)

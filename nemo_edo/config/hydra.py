@@ -147,7 +147,7 @@ def compose_values(
 def quoted(text: str) -> str:
     """A text for Hydra's override grammar, whatever commas and equal signs are in it."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    return f"'{escaped}'"
+    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
 def parse_overrides(overrides: Sequence[str], texts: Collection[str]) -> list[Override]:
@@ -157,7 +157,8 @@ def parse_overrides(overrides: Sequence[str], texts: Collection[str]) -> list[Ov
     try:
         for line in overrides:
             key, equals, value = line.partition("=")
-            is_text = bool(equals) and key.lstrip("+") in texts
+            name = key.lstrip("+")
+            is_text = bool(equals) and (name in texts or name.startswith("cluster.environment."))
             try:
                 [override] = parser.parse_overrides([line])
                 read = override.value()  # Hydra takes backslashes for its own, and sort(a) for a function

@@ -45,7 +45,9 @@ def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
         setting = getattr(columns, name)
         column = setting or name
         value = content.get(column)
-        if setting is None and (name in named or (name in ("solution", "id") and value in (None, ""))):
+        is_empty = name == "id" and value in (None, "")
+        is_empty |= name == "solution" and not (isinstance(value, str) and value.strip())
+        if setting is None and (name in named or is_empty):
             continue  # another's column, or nothing
         if name != "id":
             metadata.pop(column, None)

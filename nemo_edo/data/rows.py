@@ -13,7 +13,7 @@ from uuid import UUID
 from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import shown
 
-_OF_A_SPLIT = re.compile(r"(train|test|valid|validation|dev|eval)(?:-\d+-of-\d+)?")
+_OF_A_SPLIT = re.compile(r"(train|test|valid|validation|dev|eval)(?:-\d+-of-\d+(?:-[0-9a-f]+)?)?")
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json"}  # JSON files that the hub's data sets have next to their rows
 NAME_COLUMNS = "other columns are named with data.columns.question=NAME and data.columns.answer=NAME"
 
@@ -93,7 +93,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         ]  # fmt: skip
         if not files:
             raise ProblemFileError(f"{path}: has no .json, .jsonl or .parquet file")
-        splits = sorted({match[1] for file in files if (match := _OF_A_SPLIT.fullmatch(file.stem))})
+        parts = {part for file in files for part in (*file.relative_to(path).parts[:-1], file.stem)}
+        splits = sorted({match[1] for part in parts if (match := _OF_A_SPLIT.fullmatch(part))})
         if len(splits) > 1:
             raise ProblemFileError(f"{path}: has files of the splits {' and '.join(splits)}; name those of one")
         number = 0
@@ -102,7 +103,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         ):
             content = _content(file).strip() if file.suffix == ".json" else b""
             one = _parsed(content) if content.startswith(b"{") else None
-            is_one = one is not None and not (isinstance(one, RowError) and b"\n" in content)
+            # Lines of objects are no object, but their first line is; a mistake in one object leaves it one.
+            lines = isinstance(one, RowError) and isinstance(_parsed(content.partition(b"\n")[0]), dict)
+            is_one = one is not None and not lines
             for row in [Row(1, str(file), one)] if is_one else read_rows(file):
                 number += 1
                 yield Row(number, row.source, row.content)

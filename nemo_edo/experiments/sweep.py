@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 
 import yaml
-from hydra.core.override_parser.types import Override, ValueType
+from hydra.core.override_parser.types import Override, Transformer, ValueType
 
 from nemo_edo.config.compose import ConfigError, compose_run, text_settings
 from nemo_edo.config.hydra import bad_override, parse_overrides, quoted
@@ -94,7 +94,10 @@ def _choices(override: Override) -> list[str]:
         raise ConfigError(f"{place}: a sweep's members are named after their other settings; give one value")
     if not override.is_discrete_sweep() or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         raise ConfigError(f"{place}: list the values, as in KEY=A,B, KEY=choice(A,B) or KEY=range(START,STOP,STEP)")
-    choices = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+    values = zip(override.sweep_iterator(Transformer.identity), override.sweep_string_iterator(), strict=True)
+    # Hydra's own text of a value has backslashes, which a setting that is a text would keep.
+    written = (quoted(value) if type(value) is str and value != text else text for value, text in values)
+    choices = [f"{override.get_key_element()}={value}" for value in written]
     repeated = [choice for choice, count in Counter(choices).items() if count > 1]
     if repeated:
         raise ConfigError(f"{place}: {repeated[0]} is listed twice")

@@ -150,6 +150,9 @@ def read_run(folder: Path) -> RunRecord:
     config, files = read_mapping(folder / CONFIG), run.journal().get("files", {})
     _typed(folder / CONFIG, config, {"data": dict, "model": dict, "evaluation": dict})
     noted = {name: {file: note[0] for file, note in of.items()} for name, of in files.get("inputs", {}).items()}
+    if "data.source" in noted:  # the problems that it made
+        made = files.get("checksums", {}).items()
+        noted["data.source"] = {name: content for name, content in made if name.startswith("data/")}
     return RunRecord(
         folder=folder,
         # An earlier version's lacks the settings that were added since: their defaults are what it did.
@@ -303,11 +306,7 @@ def read_runs(found: FoundRuns) -> RunSet:
                 f"{records[0].folder} and {record.folder} cannot be compared: {key} is {one} in the one and {another} "
                 f"in the other{also}; runs of one report may differ in their arms and seeds only"
             )
-        for key in sorted(records[0].inputs.keys() & record.inputs.keys()):
-            if (key == "model.path" or key.startswith("data.")) and records[0].inputs[key] != record.inputs[key]:
-                raise UserError(
-                    f"{records[0].folder} and {record.folder} cannot be compared: the files of {key} had other content"
-                )
+    _require_same_inputs(records)
     evaluations = {f"{one.folder}: {arm}": result for one in records for arm, result in one.evaluations.items()}
     evaluations |= {f"{one.folder}: {REPLICATE}": one.replicate for one in records if one.replicate}
     require_same_problems(evaluations)
@@ -320,6 +319,23 @@ def read_runs(found: FoundRuns) -> RunSet:
         arms = _grouped(records)
         labels = {label: label for label in arms}
     return RunSet(records, arms, labels, found.left_out, found.common)
+
+
+def _require_same_inputs(records: Sequence[RunRecord]) -> None:
+    """Raises UserError for runs of other data or another model; warns of a user's functions that were edited between,
+    as a comment would do, too."""
+    seen: dict[str, RunRecord] = {}
+    for record in records:
+        for key, files in record.inputs.items():
+            first = seen.setdefault(key, record)
+            if first.inputs[key] == files:
+                continue
+            said = f"{first.folder} and {record.folder}"
+            if key == "model.path" or key.startswith("data."):
+                raise UserError(f"{said} cannot be compared: the files of {key} had other content")
+            if key.startswith(("rewards.", "arms.", "grpo.")):
+                what = "the files had other content, with which the same number may mean something else"
+                warnings.warn(f"{said}: {key}: {what}", stacklevel=2)
 
 
 def one_run(folder: Path) -> RunSet:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nemo_edo.algorithms.plan import sampling_requests
 from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig
@@ -167,11 +166,11 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
 
 def _require_same_content(runs: Sequence[StoredRun]) -> None:
     """Raises UserError where two runs' test problems are known to be others, whatever their ids are."""
-    contents: dict[Any, Path] = {}
+    contents: dict[tuple[str, ...], Path] = {}
     for run in runs:
         own, noted = run.folder.data / "test.jsonl", run.folder.journal().get("files", {}).get("inputs", {})
         if own.is_file():
-            content = checksum(own)
+            content = (checksum(own),)
         elif "data.test" not in noted:
             continue
         else:

@@ -54,6 +54,14 @@ def test_scripts_are_sound_shell(tmp_path, container: str, launcher: str, multir
     assert checked.returncode == 0, checked.stdout
 
 
+def test_a_folder_that_names_the_run_is_the_one_that_train_would_take(tmp_path):
+    planned = launching.plan("quickstart", ["cluster=slurm", f"output_dir={tmp_path}/${{name}}", "name=foo"], None,
+                             multirun=False)
+    assert planned.members[0].run == tmp_path / "foo" / "foo"
+    with pytest.raises(UserError, match="cluster.shared_folder is .*a,b: .* commas"):
+        script(tmp_path, *CONTAINERS["apptainer"], "cluster.shared_folder='/data/a,b'")
+
+
 def run_script(tmp_path, text: str, srun: str, state="RUNNING") -> tuple[subprocess.CompletedProcess, Path]:
     """What the script says, and the attempt's folder. Slurm's commands are stand-ins; srun: what each step does."""
     shown = f"[[ $2 == job ]] && echo '   JobState={state} Reason=None' || printf 'localhost\\nother\\n'"

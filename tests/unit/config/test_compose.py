@@ -157,7 +157,7 @@ def test_mistake_in_a_file_names_the_key_with_the_file_and_line_that_set_it(tmp_
     assert key in message and f"{tmp_path}/{place}" in message
 
 
-@pytest.mark.parametrize("name", ["größe", "a,b", "lr (high)", "alpha=0,seed=1", "it's", "[x]"])
+@pytest.mark.parametrize("name", ["größe", "a,b", "lr (high)", "alpha=0,seed=1", "it's", "[x]", "x\\"])
 def test_a_folder_of_configs_may_have_any_name(tmp_path: Path, name: str):
     write_configs(tmp_path / name, mine="defaults: [quickstart, {override cluster: site}, _self_]\n",
                   cluster__site="defaults: [slurm, _self_]\naccount: me\n")
@@ -167,10 +167,12 @@ def test_a_folder_of_configs_may_have_any_name(tmp_path: Path, name: str):
 
 def test_a_text_of_a_file_is_what_is_written_there_not_a_number_to_base_60(tmp_path: Path):
     site = "defaults: [slurm, _self_]\ntime_limit: 24:00:00\naccount: 010\noptions: {begin: 16:00, mem: 0}\n"
-    write_configs(tmp_path, cluster__site=site + "environment: {CUDA_MODULES: 1.10}\n")
-    cluster = compose_run("quickstart", ["cluster=site"], tmp_path).cluster
+    write_configs(tmp_path, cluster__site=site + "environment: {CUDA_MODULES: 1.10, DEBUG: on}\n")
+    given = ["cluster=site", "+cluster.environment.TRACE=true", "cluster.environment.A=010"]
+    cluster = compose_run("quickstart", given, tmp_path).cluster
     assert (cluster.time_limit, cluster.account, cluster.options) == ("24:00:00", "010", {"begin": "16:00", "mem": 0})
-    assert cluster.environment["CUDA_MODULES"] == "1.10"
+    written = {"CUDA_MODULES": "1.10", "DEBUG": "on", "TRACE": "true", "A": "010"}
+    assert cluster.environment == {**compose_run("quickstart", ["cluster=slurm"]).cluster.environment, **written}
     assert compose_run("grpo_32k", ["model.path=x", "data.train=x", "data.test=x"]).cluster.time_limit == "24:00:00"
 
 

@@ -61,7 +61,8 @@ def test_template_licence_and_generation_config_come_along_with_usual_modes(tmp_
 
 
 def test_what_no_training_changes_is_kept_and_a_tensor_that_would_be_lost_is_named(tmp_path: Path):
-    config, kept = LlamaConfig(num_hidden_layers=2), ("model.layers.2.mtp.weight", "model.rotary_emb.inv_freq")
+    config, kept = LlamaConfig(num_hidden_layers=2), (
+        "model.layers.2.mtp.weight", "model.rotary_emb.inv_freq", "model.layers.0.self_attn.masked_bias")
     weights = {"model.norm.weight": torch.ones(2)}
     source = {**weights, "model.norm.weight": torch.zeros(2), **dict.fromkeys(kept, torch.ones(1))}
     save_file({name: tensor.clone() for name, tensor in source.items()}, tmp_path / "one.safetensors")

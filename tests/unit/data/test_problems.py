@@ -157,7 +157,7 @@ def test_a_column_serves_one_purpose_and_optional_ones_that_nobody_named_may_be_
     found = load_problems(write(tmp_path / "trl.jsonl", rows), DataConfig(columns=Columns("prompt", "solution")))
     assert [(one.answer, one.solution) for one in found.problems] == [("$2$", ""), ("3", "")]
     rows = [{"problem": "x", "answer": "2", "solution": None, "id": None},
-            {"problem": "y", "answer": "3", "solution": ""}]  # fmt: skip
+            {"problem": "y", "answer": "3", "solution": ["a", "b"]}]  # fmt: skip
     found = load_problems(write(tmp_path / "some.jsonl", rows), DataConfig(columns=Columns("problem")))
     assert [(one.id, one.answer, one.solution) for one in found.problems] == [("some-1", "2", ""), ("some-2", "3", "")]
 
@@ -168,8 +168,21 @@ def test_a_folder_has_one_split_and_lines_may_be_in_a_file_named_json(tmp_path: 
     assert len(load_problems(tmp_path / "lines", DataConfig(columns=NAMED)).problems) == len(ROWS)
     for split in ("train", "test"):
         write(tmp_path / "lines" / f"{split}-00000-of-00001.jsonl", ROWS)
-    with pytest.raises(UserError, match="has files of the splits test and train; name those of one"):
-        load_problems(tmp_path / "lines", DataConfig(columns=NAMED))
+    for layout in ("lines", "hub", "MATH"):
+        for split in ("train", "test"):
+            name = f"{split}-00000-of-00001-5b0b4c3f.jsonl" if layout == "hub" else f"{split}/1.jsonl"
+            (tmp_path / layout / name).parent.mkdir(parents=True, exist_ok=True)
+            write(tmp_path / layout / name, ROWS)
+        with pytest.raises(UserError, match="has files of the splits test and train; name those of one"):
+            load_problems(tmp_path / layout, DataConfig(columns=NAMED))
+
+
+def test_an_object_of_several_lines_with_a_mistake_is_one_bad_row(tmp_path: Path):
+    for name, text in (("1", json.dumps(ROWS[0])), ("2", '{\n "problem": "x",\n "gold": "1",\n "gold": "2"\n}')):
+        (tmp_path / f"{name}.json").write_text(text)
+    loaded = load_problems(tmp_path, DataConfig(columns=NAMED, on_bad_rows="skip"))
+    assert len(loaded.problems) == 1
+    assert loaded.skipped == [f'{tmp_path}/2.json: has the key "gold" twice; keep one of the two']
 
 
 def test_a_list_is_one_problem_in_each_row_and_one_that_is_cut_is_not_valid_json(tmp_path: Path):

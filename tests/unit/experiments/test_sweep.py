@@ -38,6 +38,14 @@ def test_a_members_overrides_compose_to_its_own_folder_and_values(tmp_path: Path
     assert cfg.output_dir == f"{tmp_path}/{folder}/alpha_sweep"
 
 
+def test_texts_of_a_sweep_are_as_they_were_given():
+    texts = ["be brief", "think: first", "a, b"]
+    cells = plan("data.system_prompt=be brief,think: first,'a, b'", "data=gsm8k,math", "data.train=/t",
+                 "data.test=/t").cells  # fmt: skip
+    assert [cell.cfg.data.system_prompt for cell in cells[::2]] == texts
+    assert [cell.cfg.data.benchmark for cell in cells[:2]] == [None, "math"]
+
+
 @pytest.mark.parametrize(("overrides", "complaint"), [
     (["seed=1"], "nothing is swept"),
     (["seed=1,2", "grpo.alhpa=0,1"], "unknown key grpo.alhpa"),

@@ -115,6 +115,20 @@ def test_runs_on_other_problems_and_one_arm_trained_twice_with_one_seed_are_refu
         read_runs(find_runs([str(folder)]))
 
 
+def test_runs_of_other_data_are_refused_and_a_reward_that_was_edited_between_is_told(sweep):
+    folder = sweep(alphas=(0.0,))
+
+    def with_other(name: str):
+        for seed, content in ((1, "a"), (2, "b")):
+            RunFolder(folder / f"alpha=0,seed={seed}").note("files", inputs={name: {"file": [content]}})
+        return read_runs(find_runs([str(folder)]))
+
+    with pytest.warns(UserWarning, match="seed=1 and .*seed=2: rewards.function: the files had other content"):
+        assert with_other("rewards.function").seeds == [1, 2]
+    with pytest.raises(UserError, match="cannot be compared: the files of data.train had other content"):
+        with_other("data.train")
+
+
 @pytest.fixture
 def folder(tmp_path):
     return write_run_folder(tmp_path / "run", arms=("grpo", "edo_floor"), iterations=3, problems=20)
