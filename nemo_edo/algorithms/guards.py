@@ -15,7 +15,7 @@ from typing import Any
 
 from nemo_edo.algorithms.services import Position, Progress
 from nemo_edo.config import GuardsConfig
-from nemo_edo.errors import StoppedByGuard
+from nemo_edo.errors import StoppedByGuard, UserError
 from nemo_edo.types import TrainingBatch
 
 WINDOW, ENOUGH = 50, 20
@@ -214,7 +214,7 @@ def respond(
     message = f"{where}: {stopping.message}{kept}"
     try:
         progress.save(position)
-    except StoppedByGuard as unsaved:
+    except (StoppedByGuard, UserError) as unsaved:
         raise StoppedByGuard(f"{message}; {unsaved}") from unsaved
     raise StoppedByGuard(message)
 

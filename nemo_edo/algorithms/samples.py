@@ -15,6 +15,7 @@ from nemo_edo.algorithms.collection import Collected, by_problem, response_stati
 from nemo_edo.algorithms.grpo import keep_informative
 from nemo_edo.algorithms.plan import Plan, sampling_requests
 from nemo_edo.algorithms.services import Position, Services
+from nemo_edo.config import ArmConfig, GRPOConfig
 from nemo_edo.data.batching import build_batch, place_experts
 from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.interfaces import PartWatch
@@ -72,14 +73,6 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
                 )
         require_version(everything, t, plan.versions(t), where)
         samples = IterationSamples(everything, keep_informative(everything) if plan.is_dynamic else everything, {})
-        # Otherwise a schedule of the learning rate would end before the training.
-        sizes = {len(group) for group in by_problem(samples.kept).values()} or {plan.sampling.samples_per_prompt}
-        for name, there, own in (
-            ("sampling.samples_per_prompt", max(sizes), plan.sampling.samples_per_prompt),
-            ("problems_per_iteration", len(by_problem(samples.kept)), plan.collection_size),
-        ):
-            if there > own:
-                raise UserError(f"{where}: iteration {t} has more than {name}={own} of this run: set it to {there}")
     run.store.write(t, samples.everything)
     if not samples.kept:
         groups = len(samples.everything) // plan.sampling.samples_per_prompt
@@ -88,6 +81,24 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
             "nothing to train on; take easier or harder problems, or set dynamic_sampling=false"
         )
     return samples
+
+
+def require_given(given: RolloutStore, config: ArmConfig, problems: int, samples_per_prompt: int) -> None:
+    """Raises UserError where given rollouts cannot be read, or are of more problems, or of more responses to each, than
+    the arm's collections have: a schedule of the learning rate would end before the training."""
+    given.require(config.iterations)
+    is_dynamic, groups_of = isinstance(config, GRPOConfig) and config.dynamic_sampling, []
+    for t in range(config.iterations):
+        rewards: dict[str, list[float]] = {}
+        for row in given.read_table(t, ["problem_id", "reward"]).to_pylist():
+            rewards.setdefault(row["problem_id"], []).append(row["reward"])
+        groups_of.append([len(group) for group in rewards.values() if not is_dynamic or len({*group}) > 1])
+    for name, there, own in (
+        ("sampling.samples_per_prompt", max(map(max, filter(None, groups_of)), default=0), samples_per_prompt),
+        ("problems_per_iteration", max(map(len, groups_of)), min(config.problems_per_iteration or problems, problems)),
+    ):
+        if there > own:
+            raise UserError(f"{given.folder}: an iteration has more than {name}={own} of this run: set it to {there}")
 
 
 @dataclass(frozen=True)

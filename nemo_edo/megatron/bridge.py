@@ -22,7 +22,13 @@ from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, Precisio
 from nemo_edo.data.model_folder import check_files, read_fields, unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
-from nemo_edo.megatron.layer_spec import check_family, mark_expert_biases, set_latent_norms, set_layer_spec
+from nemo_edo.megatron.layer_spec import (
+    check_family,
+    check_tensor_parallel,
+    mark_expert_biases,
+    set_latent_norms,
+    set_layer_spec,
+)
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.splits import check_adapters, check_context_parallel, check_device, check_splits
@@ -91,6 +97,7 @@ def _check_conversion(folder: Path, fields: dict[str, Any], parallelism: Paralle
     bridge = AutoBridge.from_hf_config(config)._model_bridge
     provider = check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
     check_context_parallel(provider, parallelism)
+    check_tensor_parallel(fields["model_type"], parallelism)
     return check_weights(folder, config, bridge.mapping_registry())
 
 
@@ -149,7 +156,7 @@ def build_model(
             )
     except UserError:
         raise
-    except (AssertionError, ValueError, ArithmeticError) as error:
+    except (AssertionError, ValueError, ArithmeticError, NotImplementedError) as error:
         raise not_taken(folder, "Megatron", error) from error
     logger.debug("Megatron-Bridge: %s", said.getvalue())
     check_finite(source)

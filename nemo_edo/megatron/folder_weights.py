@@ -1,7 +1,6 @@
 """Whether each tensor of a model folder's files is a weight of its model, and each weight of the model is in a file.
 transformers' model on the meta device tells the names and shapes, Bridge's mappings what the conversion reads."""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
-from nemo_edo.data.model_folder import LAYER, StoredTensor, read_headers
+from nemo_edo.data.model_folder import BUFFERS, LAYER, StoredTensor, read_headers
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.folder_fields import FURTHER, MADE_ERRORS, not_taken
 from nemo_edo.parallel.main_rank import gathered
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 """The dtypes of weights as they are. Others are quantised, and need scales that Bridge would not apply."""
-BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|position_ids)$")
-"""What older versions of transformers saved and models compute themselves."""
 SHOWN = 3
 
 
@@ -85,7 +82,7 @@ def check_weights(folder: Path, config: PretrainedConfig, mappings) -> CheckedSo
     config: the folder's, as transformers reads it. mappings: Bridge's registry of the tensors that it converts."""
     checked = CheckedSource(folder, config)
     tensors, shapes, tied = checked.tensors, checked.shapes, checked.tied
-    quantised = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS]
+    quantised = [name for name, tensor in tensors.items() if tensor.dtype not in FLOATS and not BUFFERS.search(name)]
     if quantised:
         dtype = tensors[quantised[0]].dtype
         raise UserError(

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nemo_edo.data.model_folder import INDEX, LAYER, StoredTensor, usual_modes, write_files
+from nemo_edo.data.model_folder import BUFFERS, INDEX, LAYER, StoredTensor, usual_modes, write_files
 from nemo_edo.errors import UserError
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def write_shards(weights: Iterable[tuple[str, Tensor]], out: Path, max_bytes: in
 def with_untrained(
     weights: Iterable[tuple[str, Tensor]], stored: Mapping[str, StoredTensor], config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights, followed by the ``stored`` tensors of the source that no training changes: buffers of rotary
-    positions, and layers that predict further tokens. Raises UserError where it has more."""
+    """The weights, followed by the ``stored`` tensors of the source that no training changes: buffers, and layers that
+    predict further tokens. Raises UserError where it has more."""
     exported = set()
     for name, weight in weights:
         exported.add(name)
@@ -95,7 +95,7 @@ def with_untrained(
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name in sorted(stored.keys() - exported - tied):
         file = stored[name].file
-        if not _is_beyond(name, config) and not name.endswith("rotary_emb.inv_freq"):
+        if not _is_beyond(name, config) and not BUFFERS.search(name):
             raise UserError(f"{file}: {name} is in no weight of Megatron's, and would be lost in an export")
         with safe_open(file, framework="pt") as tensors:
             yield name, tensors.get_tensor(name)

@@ -27,6 +27,7 @@ from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import unwrap_model
 
+from nemo_edo.config import ParallelismConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.cpu import without_cuda
 from nemo_edo.megatron.cpu.attention import (
@@ -98,6 +99,29 @@ def check_family(model_type: str | None, source: str) -> None:
         raise UserError(
             f"{source}: model_type {model_type} has {NEEDS_TE[model_type]}, which need Transformer Engine and a GPU "
             "here; docs/models.md lists the families that train without"
+        )
+
+
+UNSPLIT = {  # by model_type: families with weights whose gradients Bridge's layers do not add up over ranks
+    "gemma4": "norms of queries and keys",
+    "gemma4_text": "norms of queries and keys",
+    "minimax_m2": "norms over all heads",
+    "olmoe": "norms over all heads",
+}
+
+
+def check_tensor_parallel(model_type: str, parallelism: ParallelismConfig) -> None:
+    """Raises UserError where each of the ranks that share layers would have a part of a weight's gradient."""
+    size, key = parallelism.tensor_model_parallel_size or 1, "parallelism.tensor_model_parallel_size"
+    if size > 1 and model_type in UNSPLIT:
+        raise UserError(
+            f"{key} {size}: Megatron-Bridge's layers of model_type {model_type} have {UNSPLIT[model_type]}, which "
+            "ranks do not share; set it to 1"
+        )
+    if size > 1 and NEEDS_TE.get(model_type) == "linear attention" and not parallelism.sequence_parallel:
+        raise UserError(
+            f"{key} {size} needs parallelism.sequence_parallel in a model with linear attention, whose norms' "
+            "gradients are added up with it alone"
         )
 
 

@@ -110,6 +110,8 @@ class DiskSync:
         if len(failed) == len(replicas):
             raise ServerError(f"no server has taken the weights of {folder}: {failed[0][1]}") from failed[0][1]
         for replica, error in failed:
+            if self.sleep is not None and replica.is_managed:
+                replica.stop()  # it would keep its memory while the trainer trains; the next push starts it
             warnings.warn(f"{replica} is excluded until the next refit: {error}", stacklevel=2)
         engine.excluded = [replica for replica, _ in failed]
         engine.replicas = [replica for replica in replicas if replica not in engine.excluded]

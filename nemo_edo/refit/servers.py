@@ -51,7 +51,7 @@ class SleepOnTrainersGPUs:
     """Servers on the trainer's GPUs free their memory while it trains: vLLM's sleep mode. Level 2 drops weights and KV
     cache, as the next refit sends other weights. On waking, the weights' memory is allocated and filled first."""
 
-    expected_bytes: int  # memory of the servers on all GPUs
+    expected_bytes: int  # memory of a server on all its GPUs
     workers: Workers
     released: Sequence[int] = ()  # bytes that the last sleep has freed on each rank's GPU; empty before the first
 
@@ -62,10 +62,10 @@ class SleepOnTrainersGPUs:
             replica.request("POST", "/sleep", params={"level": 2})
         after = self.workers.call(Worker.free_gpu_memory)[0]
         self.released = [now - then for now, then in zip(after, before, strict=True)]
-        if sum(self.released) < ENOUGH * self.expected_bytes:
+        if sum(self.released) < ENOUGH * (expected := len(replicas) * self.expected_bytes):
             raise ServerError(
                 f"sleeping servers have freed {sum(self.released) / 2**30:.2f} GiB of GPU memory, but use "
-                f"{self.expected_bytes / 2**30:.2f} GiB: the trainer would run out of memory; start servers with "
+                f"{expected / 2**30:.2f} GiB: the trainer would run out of memory; start servers with "
                 "--enable-sleep-mode, lower generation.servers.memory_share, or set generation.placement=apart"
             )
 

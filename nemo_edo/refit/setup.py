@@ -86,6 +86,5 @@ def weight_bytes(model_folder: Path, dtype: str) -> int:
 
 def build_sleep(servers: ServersConfig, workers: Workers) -> SleepOnTrainersGPUs:
     """The sleep of servers that share the trainer's GPUs."""
-    gpus = servers.replicas * servers.tensor_parallel_size
     each = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return SleepOnTrainersGPUs(int(gpus * servers.memory_share * each), workers)
+    return SleepOnTrainersGPUs(int(servers.tensor_parallel_size * servers.memory_share * each), workers)

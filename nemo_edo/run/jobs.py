@@ -9,6 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from nemo_edo.algorithms.plan import require_several_steps
+from nemo_edo.algorithms.samples import require_given
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
 from nemo_edo.config.compose import arm_configs, resolved_yaml
 from nemo_edo.config.run import REPLICATE
@@ -229,7 +230,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> RunServices
     for arm, training in arms.items():
         given = builder.given_rollouts(arm)
         if given is not None:
-            given.require(training.iterations)
+            require_given(given, training, len(data.train), cfg.sampling.samples_per_prompt)
     if folder.is_begun:
         done = [stage for stage in folder.journal() if stage != "files"]
         print(f"resuming the unfinished run in {folder.path} (done: {', '.join(done) or 'nothing'})")

@@ -159,9 +159,12 @@ class SavedProgress(Progress):
 
         Removes all but the newest checkpoints, the newest that can do without the batch that these share, and their
         batches."""
-        if not self._is_writing or not self._model.workers.call(Worker.is_saved, wait)[0]:
+        if not self._is_writing:
             return
-        self._is_writing = False
+        self._is_writing = False  # also where it could not be written: then nothing is left to complete
+        if not self._model.workers.call(Worker.is_saved, wait)[0]:
+            self._is_writing = True
+            return
         batches = {}
         for folder in self._checkpoints():
             try:

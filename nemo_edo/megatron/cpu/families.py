@@ -106,8 +106,6 @@ def local_changes(provider: Any) -> Callable[[ModuleSpec], None]:
     elif name == "olmoe_layer_spec":
         from megatron.bridge.models.olmoe.olmoe_provider import OLMoESelfAttention
 
-        if provider.tensor_model_parallel_size > 1:
-            raise UserError("OLMoE norms queries over all heads: set parallelism.tensor_model_parallel_size=1")
         attention = type("RotatingOLMoESelfAttention", (RotatingSelfAttention, OLMoESelfAttention), {})
     elif name not in (*PLAIN, "exaone4_layer_spec"):
         raise UserError(

@@ -14,7 +14,7 @@ from nemo_edo.algorithms.guards import Guards, respond
 from nemo_edo.algorithms.iteration import train_supervised
 from nemo_edo.algorithms.services import Position
 from nemo_edo.config import BoundsConfig, GuardsConfig, ScheduleConfig, SFTConfig
-from nemo_edo.errors import StoppedByGuard
+from nemo_edo.errors import StoppedByGuard, UserError
 from nemo_edo.losses import NotFinite
 from nemo_edo.types import TrainingBatch
 
@@ -164,7 +164,11 @@ def test_broken_steps_in_a_row_stop_the_run_where_it_can_resume_after_them(fake_
     assert position.guards["skipped_in_a_row"] == 3
 
 
-def test_a_collection_at_a_bound_stops_before_it_is_trained_on(fake_iteration, new_memory):
+def full_disk():
+    raise UserError("no space left")
+
+
+def test_a_collection_at_a_bound_stops_before_it_is_trained_on(fake_iteration, new_memory, monkeypatch):
     memory = new_memory()
     guards = GuardsConfig(reward=BoundsConfig(floor=0.25, action="stop"))
     run = fake_iteration(iterations=1, minibatch_size=2, alpha=0.0, guards=guards).changed(progress=memory)
@@ -174,6 +178,9 @@ def test_a_collection_at_a_bound_stops_before_it_is_trained_on(fake_iteration, n
     [(asked, position)] = memory.asked
     assert (asked, position.iteration, position.step) == ("save", 0, 0)
     assert [line["action"] for line in run.journal.lines_of("guard")] == ["stop"]
+    monkeypatch.setattr(memory, "save", lambda position: full_disk())
+    with pytest.raises(StoppedByGuard, match=r"guards.reward.floor = 0.25.*; no space left"):
+        run.run()
 
 
 @pytest.mark.parametrize(("gap", "staleness", "guard"), [

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
+from nemo_edo.algorithms.samples import require_given
 from nemo_edo.algorithms.services import Position
 from nemo_edo.config import BoundsConfig, GuardsConfig, ScheduleConfig
 from nemo_edo.data.batching import epoch_order
@@ -297,9 +298,9 @@ def test_training_on_a_runs_rollouts_takes_its_steps_without_generating_anything
     ({"samples_per_prompt": 2}, "sampling.samples_per_prompt=2 of this run: set it to")])
 def test_given_rollouts_that_are_more_than_the_schedules_count_on_are_refused(run_fake, fake_iteration, changes, told):
     whole = run_fake(**GIVEN | {"dynamic_sampling": False})
-    own = fake_iteration(folder="own", **GIVEN | {"dynamic_sampling": False} | changes)
+    plan = fake_iteration(folder="own", **GIVEN | {"dynamic_sampling": False} | changes).plan
     with pytest.raises(UserError, match=told):
-        own.changed(given=whole.store).run()
+        require_given(whole.store, plan.config, len(plan.problems), plan.sampling.samples_per_prompt)
 
 
 @pytest.mark.parametrize(("iteration", "keeps_stale", "fields", "told"), [

@@ -9,6 +9,7 @@ from packaging.version import Version
 from nemo_edo.config import ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import platform
+from nemo_edo.megatron.layer_spec import check_tensor_parallel
 from nemo_edo.megatron.splits import check_context_parallel, check_device, check_splits, check_world
 
 DENSE = SimpleNamespace(
@@ -80,6 +81,16 @@ def test_cuda_means_the_cpu_and_a_block_that_names_a_device_still_does():
         within = [torch.zeros(2), torch.tensor(2.0), torch.empty_like(torch.ones(2)), torch.ones(2, device="cpu")]
     assert [one.device.type for one in within] == ["meta", "meta", "meta", "cpu"]
     assert plain.cuda() is plain and plain.type() == "torch.cuda.FloatTensor"
+
+
+@pytest.mark.parametrize(("family", "told"), [
+    ("minimax_m2", "norms over all heads, which ranks do not share; set it to 1"), ("olmoe", "set it to 1"),
+    ("qwen3_next", "needs parallelism.sequence_parallel")])
+def test_families_whose_ranks_would_each_have_a_part_of_a_gradient_are_refused(family: str, told: str):
+    check_tensor_parallel(family, ParallelismConfig())
+    check_tensor_parallel("llama", ParallelismConfig(tensor_model_parallel_size=2))
+    with pytest.raises(UserError, match=f"tensor_model_parallel_size 2.*{told}"):
+        check_tensor_parallel(family, ParallelismConfig(tensor_model_parallel_size=2))
 
 
 @pytest.mark.parametrize(("model", "named"), [

@@ -20,11 +20,12 @@ from nemo_edo.algorithms.services import Position
 from nemo_edo.config import CheckpointConfig, OptimizerConfig
 from nemo_edo.data.batching import read_batch
 from nemo_edo.data.shares import MicroBatching
-from nemo_edo.errors import RunStopped, StoppedByGuard
+from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.losses import sft_loss
 from nemo_edo.run.resume import SavedProgress
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import TrainingBatch
+from nemo_edo.worker.worker import Worker
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +224,23 @@ def test_where_every_checkpoint_is_damaged_the_run_begins_anew_with_the_weights_
         assert begin().start == Position()
     assert weights(model) == {99.0}
     assert len(files(tmp_path)) == 5  # nothing is removed
+
+
+def test_a_first_checkpoint_that_cannot_be_written_is_an_error_that_leaving_the_training_keeps(
+    begin, model, monkeypatch
+):
+    progress, answers = begin(every_steps=1), iter([UserError("the disk is full"), True])
+
+    def is_saved(worker, wait: bool) -> bool:
+        if isinstance(answer := next(answers), UserError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(Worker, "begin_save", lambda *_: None)
+    monkeypatch.setattr(Worker, "is_saved", is_saved)
+    with pytest.raises(UserError, match="the disk is full"):
+        walk(progress, model, 1)
+    progress.settle()
 
 
 def test_a_request_to_stop_saves_what_is_not_saved_and_ends_the_training(begin, model, tmp_path):
