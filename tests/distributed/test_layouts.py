@@ -11,22 +11,14 @@ import torch
 from helpers import tiny_models
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 SIZES = {
     "single": {},
     "tensor": {"tensor_model_parallel_size": 2},
     "pipeline": {"pipeline_model_parallel_size": 2},
     "data, distributed optimizer": {"use_distributed_optimizer": True},
 }
-
-
-def params(*layouts: str) -> list:
-    """One layout is part of the quick tests."""
-    return [layout if layout in ("tensor", "single") else pytest.param(layout, marks=pytest.mark.slow)
-            for layout in layouts]
-
-
-LAYOUTS, SPLIT = params(*SIZES), params(*list(SIZES)[1:])
+LAYOUTS, SPLIT = list(SIZES), list(SIZES)[1:]
 KINDS = ["full", "lora"]
 
 
@@ -117,7 +109,7 @@ def test_a_nemo_archive_is_restored_to_the_last_bit(split, models):
     assert differing(split.results["archive"], load_file(models / "other" / "model.safetensors")) == []
 
 
-@pytest.mark.parametrize("layout", params("single", "pipeline", "data, distributed optimizer"))
+@pytest.mark.parametrize("layout", ["single", "pipeline", "data, distributed optimizer"])
 def test_a_checkpoint_of_a_tensor_parallel_run_loads_to_the_last_bit(run_layout, layout):
     found, written = run_layout(layout).results, run_layout("tensor").results
     assert differing(found["full foreign"], written["full ed-grpo trained"]) == []

@@ -4,6 +4,9 @@ Qwen3, Llama and Qwen3-MoE, and gpt-oss and DeepSeek-V2 where their layers are s
 Each option meets each split that treats it in a special way; the models take turns.
 """
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 import torch
 from helpers.tiny_models import write_tiny_model
@@ -11,7 +14,7 @@ from safetensors.torch import load_file
 
 from nemo_edo.config import ParallelismConfig
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = pytest.mark.distributed
 TENSOR = {"tensor_model_parallel_size": 2}
 SEQUENCE = {**TENSOR, "sequence_parallel": True}
 PIPELINE = {"pipeline_model_parallel_size": 2}
@@ -59,38 +62,50 @@ CASES = {
 """Name: model, sizes, and what else is done."""
 GENERATING = [name for name, (_, sizes, _) in CASES.items() if not sizes.keys() & (EXPERTS | CONTEXT).keys()]
 """The engine refuses the others."""
+QUICK = "sequence, shared prompts"
+
+
+def params(*names: str) -> list:
+    """One split is part of the quick tests."""
+    return [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def folder_of(tmp_path_factory):
+    """The folder of a model, which is written when it is first asked for."""
     folder = tmp_path_factory.mktemp("splits")
-    for name, (model_type, fields) in MODELS.items():
+
+    @cache
+    def written(name: str) -> Path:
+        model_type, fields = MODELS[name]
         write_tiny_model(folder / name, model_type, num_hidden_layers=4, **fields)
-    return folder
+        return folder / name
+
+    return written
 
 
 @pytest.fixture(scope="module")
-def single(one, models):
+def single(one, folder_of):
     """What one process finds with the logits' head and without packing, which change nothing."""
     found = {}
 
     def measure(model: str, lora: list[str] | None) -> dict:
         key = model, bool(lora)
         if key not in found:
-            [found[key]] = one.run("helpers.split_cases:measure", folder=models / model, sizes={}, lora=lora)
+            [found[key]] = one.run("helpers.split_cases:measure", folder=folder_of(model), sizes={}, lora=lora)
         return found[key]
 
     return measure
 
 
-@pytest.fixture(scope="module", params=CASES)
-def split(request, two, models, single) -> tuple[dict, dict, dict]:
+@pytest.fixture(scope="module", params=params(*CASES))
+def split(request, two, folder_of, single) -> tuple[dict, dict, dict]:
     """What the split's processes found, what one did, and the weights that both loaded."""
     model, sizes, options = CASES[request.param]
     cases = "context_cases" if "context_parallel_size" in sizes else "split_cases"
     pool = request.getfixturevalue("four") if ParallelismConfig(**sizes).model_ranks == 4 else two
-    found = pool.run(f"helpers.{cases}:measure", folder=models / model, sizes=sizes, **options)[0]
-    return found, single(model, options.get("lora")), load_file(models / model / "model.safetensors")
+    found = pool.run(f"helpers.{cases}:measure", folder=folder_of(model), sizes=sizes, **options)[0]
+    return found, single(model, options.get("lora")), load_file(folder_of(model) / "model.safetensors")
 
 
 def test_exported_weights_are_the_loaded_ones_to_the_last_bit(split):
@@ -134,7 +149,7 @@ def test_steps_have_the_gradient_norms_and_the_weights_of_one_process(split):
         torch.testing.assert_close(found["trained"][name], weight, rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("split", GENERATING, indirect=True)
+@pytest.mark.parametrize("split", params(*GENERATING), indirect=True)
 def test_greedy_responses_are_those_of_one_process(split):
     found, expected, _ = split
     assert found["responses"] == expected["responses"]

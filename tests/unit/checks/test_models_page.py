@@ -39,6 +39,7 @@ def test_dense_models_come_out_within_a_fifth_of_what_others_measured():
             assert here == pytest.approx(there, rel=0.2), what
 
 
+@pytest.mark.slow
 def test_the_page_is_current_and_a_layout_of_it_is_what_the_command_line_makes_of_it():
     """The tool reads the files of conf/ itself, without Hydra."""
     rows = list(models_table.rows())

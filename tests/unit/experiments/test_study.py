@@ -108,7 +108,9 @@ def test_what_cannot_be_trained_is_refused_before_any_cell(written, changes, mes
         written(**{"seeds": [1], **changes}).check()
 
 
-@pytest.mark.parametrize("path", sorted((shipped_config_dir() / "studies").glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [
+    pytest.param(path, id=path.stem, marks=[] if path.stem == "collapse" else pytest.mark.slow)
+    for path in sorted((shipped_config_dir() / "studies").glob("*.yaml"))])
 def test_shipped_studies_give_baselines_as_many_tries_as_any_arm_and_compose(path: Path):
     study = read_study(path)
     each_once = {name: replace(arm, doses=arm.doses[:1]) for name, arm in study.arms.items()}

@@ -95,6 +95,7 @@ def loop():
     thread.join(10)
 
 
+@pytest.mark.slow
 def test_the_shipped_long_config_takes_its_planned_time(loop, tmp_path, monkeypatch):
     asked_for = [*GIVEN, f"output_dir={tmp_path}"]
     assert "--nodes=4" in launch(plan("grpo_32k", asked_for, None, multirun=False), dry_run=True)

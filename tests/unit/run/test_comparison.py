@@ -43,6 +43,7 @@ def test_rounding_passes_and_another_rotary_base_does_not(tiny, tmp_path, kind, 
     assert value > most
 
 
+@pytest.mark.slow
 def test_a_model_without_room_is_compared_by_its_first_and_last_layers(tiny, tmp_path, monkeypatch):
     source, scratch = tmp_path / "model", tmp_path / "scratch"
     tiny.write_tiny_model(source, "qwen3_moe", num_hidden_layers=7, mlp_only_layers=[0, 5], **EXPERTS)
