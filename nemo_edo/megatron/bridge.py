@@ -25,7 +25,7 @@ from nemo_edo.megatron import lora as adapters
 from nemo_edo.megatron.layer_spec import (
     check_family,
     check_tensor_parallel,
-    mark_expert_biases,
+    mark_parameters,
     set_latent_norms,
     set_layer_spec,
 )
@@ -131,7 +131,7 @@ def build_model(
     set_layer_spec(provider, attention, device)
     provider.register_pre_wrap_hook(partial(check_mapped, source, bridge), prepend=True)
     provider.register_pre_wrap_hook(set_latent_norms)
-    provider.register_pre_wrap_hook(mark_expert_biases)
+    provider.register_pre_wrap_hook(mark_parameters)
     lora = lora if lora and lora.rank else None
     if lora:
         check_adapters(lora, provider, parallelism.tensor_model_parallel_size)

@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from nemo_edo.data.shares import Prompts, Share, take_rows
+from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm, NotFinite, one_check
 from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.megatron.packing import ModelInputs, packed_inputs, row_inputs
@@ -61,6 +62,8 @@ def forward_backward(
     # Megatron gathers changed weights during the forward pass only after zero_grad.
     chunks = policy.chunks if forward_only else policy.built.training_chunks
     stored = _run_schedule(policy, chunks, share, readout, forward_only)
+    if not forward_only and not policy.has_equal_copies:
+        policy.has_equal_copies = _have_equal_copies(chunks)
     tokens = share_values(share, [micro.pop(TOKENS) for micro in stored], policy.device) if keep_tokens else None
     return _means(_reduce_metrics(policy, stored), share.loss_counts), tokens
 
@@ -185,6 +188,38 @@ def _inputs(share: Share, vocab_size: int) -> list[ModelInputs]:
 def _sum_gradients(model: list[MegatronModule], num_tokens: Tensor | None = None, **kwargs) -> None:
     """Megatron's reduction of gradients over ranks, without its division by a number of tokens."""
     finalize_model_grads(model, None, **kwargs)
+
+
+UNEQUAL = 1e-2
+"""Relative difference of two ranks' gradients of one weight that rounding does not explain."""
+
+
+def _have_equal_copies(chunks: list[MegatronModule]) -> bool:
+    """Whether the gradients could be compared, which are not all finite in some steps. Raises UserError where
+    tensor-parallel ranks have different gradients of a weight that each of them has whole: layers of a family that do
+    not add up the ranks' parts would let the copies drift apart, and no log-probability shows it before."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    whole = {
+        name: parameter.main_grad.double().norm()
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad
+        and getattr(parameter, "allreduce", True)  # not an expert's
+        and not getattr(parameter, "tensor_model_parallel", False)
+    }
+    if group.size() == 1 or not whole:
+        return True
+    least = torch.stack(list(whole.values()))
+    most = least.clone()
+    torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=group)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=group)
+    far = (most - least > UNEQUAL * most).tolist()
+    if different := [name for name, is_far in zip(whole, far, strict=True) if is_far]:
+        raise UserError(
+            f"tensor-parallel ranks have different gradients of {different[0]}, of which each has all: the layers of "
+            "this model do not add up the ranks' parts; set parallelism.tensor_model_parallel_size=1"
+        )
+    return bool(most.isfinite().all())
 
 
 def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, float]) -> dict[str, float]:

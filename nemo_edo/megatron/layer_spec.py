@@ -176,12 +176,15 @@ def set_latent_norms(chunks: list[MegatronModule]) -> list[MegatronModule]:
     return chunks
 
 
-def mark_expert_biases(chunks: list[MegatronModule]) -> list[MegatronModule]:
-    """The chunks, whose experts' output biases are reduced over the experts' ranks alone: Megatron's mark of sequence
-    parallelism would add them up over tensor-parallel ranks as well."""
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, RowParallelLinear)):
-        if layer.is_expert and layer.bias is not None:
-            layer.bias.sequence_parallel = False
+def mark_parameters(chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """The chunks with marks that Megatron lacks. Experts' output biases are reduced over the experts' ranks alone: its
+    mark of sequence parallelism would add them up over tensor-parallel ranks as well. An attention's sinks are those of
+    a rank's heads: without a mark, the gradient norm counts the first rank's."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
+            module.bias.sequence_parallel = False
+        if isinstance(sinks := getattr(module, "softmax_offset", None), torch.nn.Parameter):
+            sinks.tensor_model_parallel = True
     return chunks
 
 

@@ -38,6 +38,7 @@ class MegatronPolicy:
 
     def __post_init__(self) -> None:
         self.head = LossHead(self.built.chunks, self.loss_head, self.built.vocab_size)
+        self.has_equal_copies = False  # whether tensor-parallel ranks have compared their gradients
         self.metric_names: list[str] = []  # of the last step, which ranks exchange only where they change
 
     @property

@@ -108,6 +108,11 @@ def split(request, two, folder_of, single) -> tuple[dict, dict, dict]:
     return found, single(model, options.get("lora")), load_file(folder_of(model) / "model.safetensors")
 
 
+def test_a_weight_whose_gradient_ranks_have_in_parts_ends_the_first_step(two, folder_of):
+    told = two.run("helpers.split_cases:a_part_of_a_gradient", folder=folder_of("llama"), sizes=SEQUENCE)
+    assert all("different gradients of module.decoder.layers.0.pre_mlp_layernorm.weight" in one for one in told)
+
+
 def test_exported_weights_are_the_loaded_ones_to_the_last_bit(split):
     *results, expected = split
     for found in (result["exported"] for result in results):

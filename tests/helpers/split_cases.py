@@ -6,6 +6,7 @@ from unittest import mock
 from helpers import tiny_models
 
 from nemo_edo.config import LoRAConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
+from nemo_edo.errors import UserError
 from nemo_edo.losses import LossTerm
 from nemo_edo.types import GenerationRequest, SamplingParams
 
@@ -14,6 +15,24 @@ def loss(logprobs, entropies, micro, _=0.0):
     """Of log-probabilities and entropies, so that both contribute to the gradients."""
     total = -((logprobs + 0.1 * entropies) * micro.advantages[:, None] * micro.mask).sum()
     return {"loss": LossTerm(total, micro.mask.sum())}, {}
+
+
+def a_part_of_a_gradient(folder: Path, sizes: dict) -> str:
+    """What is said where ranks do not add up their parts of the gradient of a norm's weight."""
+    from nemo_edo.data.shares import MicroBatching
+
+    policy = tiny_models.build_policy(folder, ParallelismConfig(**sizes))
+    norm = policy.chunks[0].module.decoder.layers[0].pre_mlp_layernorm.weight
+    norm.sequence_parallel = False
+    batch = tiny_models.random_batch(rows=5)
+    policy.reset_optimizer(OptimizerConfig(lr=1e-2), total_steps=2)
+    policy.zero_grad()
+    try:
+        tiny_models.forward_backward(policy, batch, loss, loss_counts={"loss": float(batch.mask.sum())},
+                                     micro_batching=MicroBatching(2), temperature=0.7)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def measure(
