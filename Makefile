@@ -8,12 +8,11 @@ SYNC := $(if $(PYTHON),PYTHON="$(PYTHON)") tools/uv sync --locked
 TRAINER := UV_PROJECT_ENVIRONMENT=$(VENV) $(SYNC) --extra trainer --extra bridge --extra completion \
 	$(if $(shell command -v gcc),--extra reasoning-gym) --group test
 
-# Tests run in two processes, a file's tests in one of them, in the order of tests/conftest.py.
-WORKERS ?= 2
+# Tests run in three processes, a file's tests in one of them, in the order of tests/conftest.py: they often wait, for
+# servers to start and other processes.
+WORKERS ?= 3
 # Other Pythons that the functions' tests run on (make test-pythons).
 PYTHONS ?= 3.10 3.11 3.13
-# The rest often waits: for Slurm, for servers to start, for other processes.
-REST_WORKERS ?= 3
 TEST := $(VENV)/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 10
 # The markers are described in pyproject.toml.
 QUICK := not (slow or browser or gpu or peers or servers or slurm)
@@ -61,7 +60,7 @@ test: env ## the quick tests, in minutes
 
 # Whole runs, every layout, and what needs servers, Slurm, a browser, other libraries or a GPU.
 test-rest: env ## the other tests: whole runs, layouts, servers, Slurm, browser, libraries
-	$(TEST) --numprocesses $(REST_WORKERS) -m "not ($(QUICK))"
+	$(TEST) --numprocesses $(WORKERS) -m "not ($(QUICK))"
 
 # Each test once. The rest also runs after a failure in the first part with make --keep-going.
 test-all: test test-rest ## every test that this machine can run

@@ -115,6 +115,7 @@ def arm_configs(
     if not cfg.has_arms:
         return {}
     arms = {} if cfg.arms else {"policy": getattr(cfg, cfg.algorithm)}
+    sections: dict[str, DictConfig] = {}  # of each algorithm, once: arms share it
     for name, differences in cfg.arms.items():
         key = f"arms.{name}"
         algorithm = differences.get("algorithm", cfg.algorithm)
@@ -122,8 +123,9 @@ def arm_configs(
             expected = f"one of {', '.join(ALGORITHMS)} ({place(f'{key}.algorithm')})"
             raise ConfigError(f"{key}.algorithm is {algorithm!r}, expected {expected}")
         changes = OmegaConf.create({setting: value for setting, value in differences.items() if setting != "algorithm"})
-        section = OmegaConf.structured(getattr(cfg, algorithm))
-        arms[name] = _built(_merged(section, changes, f"{key}.", place), f"{key}.", place)
+        if algorithm not in sections:
+            sections[algorithm] = OmegaConf.structured(getattr(cfg, algorithm))
+        arms[name] = _built(_merged(sections[algorithm], changes, f"{key}.", place), f"{key}.", place)
         try:
             cfg.check_training(arms[name], key)
             cfg.check_arm(arms[name], key)

@@ -85,6 +85,7 @@ def folder_of_the_docs(quickstart: RunConfig, tmp_path: Path, monkeypatch: pytes
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "arguments"), each_config_once())
 def test_command_of_the_docs_is_accepted(folder_of_the_docs, monkeypatch, page: str, arguments: list):
     from nemo_edo.checks import preflight

@@ -15,6 +15,7 @@ from nemo_edo.evaluation.results import START
 from tools.paper_tables import published
 from tools.paper_tables.settings import departures
 
+pytestmark = pytest.mark.slow
 FOLDER = shipped_config_dir() / "experiment"
 NAMES = sorted(
     str(path.relative_to(FOLDER).with_suffix("")) for path in FOLDER.glob("*/*.yaml") if path.parent.name != "base"
