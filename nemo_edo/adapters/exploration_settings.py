@@ -2,8 +2,9 @@
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -39,7 +40,16 @@ def warn_of_untested(package: str) -> None:
         warnings.warn(f"nemo_edo's adapter was tested with {package} {tested}; this is {installed}", stacklevel=3)
 
 
-WHOLE = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0)}  # the values that cut no distribution
+WHOLE = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
+"""The values that leave the distribution as it is."""
+SETTINGS = ("exploration_coefficient", "log_ratio_floor")
+
+
+def refuse_near_misses(keys: Iterable[object], prefix: str) -> None:
+    """Raises ValueError for a key that looks like a setting's: some trainers keep keys that they do not know."""
+    for key in set(map(str, keys)) - set(SETTINGS):
+        if near := get_close_matches(key, SETTINGS, 1, 0.8):
+            raise ValueError(f"{prefix}{key} is not a setting; did you mean {prefix}{near[0]}?")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import re
 import runpy
 import sys
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from nemo_rl.algorithms.loss.loss_functions import ClippedPGLossConfig, ClippedP
 from nemo_rl.algorithms.utils import masked_mean
 from torch import Tensor
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
-
-SETTINGS = ("exploration_coefficient", "log_ratio_floor")
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, refuse_near_misses, warn_of_untested
 
 
 class EDGRPOLossFn(ClippedPGLossFn):
@@ -94,9 +91,7 @@ def exploration_of(cfg: ClippedPGLossConfig) -> ExplorationSettings:
     """The settings in ``loss_fn``. Raises ValueError where the coefficient is missing, a value is refused, or another
     key looks like one of them: NeMo-RL keeps keys that it does not know."""
     keys = cfg if isinstance(cfg, Mapping) else getattr(cfg, "model_extra", None) or vars(cfg)
-    for key in set(map(str, keys)) - set(SETTINGS):
-        if near := get_close_matches(key, SETTINGS, 1, 0.8):
-            raise ValueError(f"loss_fn.{key} is not a setting; did you mean loss_fn.{near[0]}?")
+    refuse_near_misses(keys, "loss_fn.")
     coefficient = _field(cfg, "exploration_coefficient")
     if coefficient is None:
         raise ValueError("loss_fn.exploration_coefficient is missing: add +loss_fn.exploration_coefficient=0.01")

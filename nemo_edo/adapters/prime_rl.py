@@ -14,7 +14,8 @@ from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_
 
 STALENESS = (
     "prime-rl takes one optimizer step for each batch: the exploration term is zero-mean noise on samples of the "
-    "current weights. Keep orchestrator.max_off_policy_steps above 0, and watch off_policy/* for samples that are older"
+    "current weights. Keep orchestrator.max_off_policy_steps above 0, and watch off_policy/* for samples that are "
+    "older. Set orchestrator.train.filter_zero_advantages=false: by default groups of equal rewards do not reach it"
 )
 
 

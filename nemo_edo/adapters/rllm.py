@@ -9,7 +9,7 @@ import warnings
 from rllm.trainer.algorithms.loss import RLLM_LOSS_AGG_MODE, LossContext, get_loss, register_loss
 from torch import Tensor
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, refuse_near_misses, warn_of_untested
 
 LOSS = "ed_grpo_rllm"
 SCHEDULE = (
@@ -33,6 +33,7 @@ def ed_grpo_loss(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     warn_of_untested("rllm")
     if "exploration_coefficient" not in ctx.params:
         raise ValueError(f"algorithm.loss_params.exploration_coefficient is missing: set it with loss_fn={LOSS}")
+    refuse_near_misses(ctx.params, "algorithm.loss_params.")
     exploration = ExplorationSettings(ctx.params["exploration_coefficient"], ctx.params.get("log_ratio_floor"))
     base = ctx.params.get("base_loss", "ppo_clip")
     if base == LOSS:
@@ -48,5 +49,7 @@ def ed_grpo_loss(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     metrics |= exploration.metrics(sums)
     if exploration.coefficient != 0:
         warnings.warn(SCHEDULE, stacklevel=2)
-        loss = loss + exploration.coefficient * ctx.aggregate(values_BT.reshape(ctx.logp_curr.shape), ctx.action_mask)
+        values, fixed = values_BT.reshape(ctx.logp_curr.shape), RLLM_LOSS_AGG_MODE.get(base)
+        mode = {"mode": fixed} if fixed else {}
+        loss = loss + exploration.coefficient * ctx.aggregate(values, ctx.action_mask, **mode)
     return loss, metrics

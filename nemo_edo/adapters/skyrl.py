@@ -55,6 +55,7 @@ def register_ed_grpo(
         f"Set trainer.policy_mini_batch_size (now {trainer.policy_mini_batch_size}) below trainer.train_batch_size "
         f"(now {trainer.train_batch_size}), or raise trainer.update_epochs_per_batch",
     )
+    exploration.warn_of_cut_sampling(vars(cfg.generator.sampling_params), "generator.sampling_params.")
     sequences = trainer.policy_mini_batch_size * cfg.generator.n_samples_per_prompt
     base = algorithm.policy_loss_type
     PolicyLossRegistry.register(LOSS, EDGRPOPolicyLoss(exploration, base, sequences))

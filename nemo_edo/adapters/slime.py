@@ -13,7 +13,7 @@ from slime.backends.megatron_utils import loss as slime_loss
 from slime.utils.misc import load_function
 from torch import Tensor
 
-from nemo_edo.adapters.exploration_settings import ExplorationSettings, warn_of_untested
+from nemo_edo.adapters.exploration_settings import ExplorationSettings, refuse_near_misses, warn_of_untested
 
 
 def ed_grpo_loss(
@@ -30,6 +30,7 @@ def ed_grpo_loss(
     warn_of_untested("slime")
     if not hasattr(args, "exploration_coefficient"):
         raise ValueError("exploration_coefficient is missing: set it in the YAML file of --custom-config-path")
+    refuse_near_misses(vars(args), "")
     exploration = ExplorationSettings(args.exploration_coefficient, getattr(args, "log_ratio_floor", None))
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     exploration.require_several_steps(

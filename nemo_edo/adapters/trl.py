@@ -195,7 +195,7 @@ class EDGRPOTrainer(_Exploring, GRPOTrainer):
             f"{self.args.steps_per_generation}) so that their product exceeds gradient_accumulation_steps (now "
             f"{self.args.gradient_accumulation_steps})",
         )
-        self.exploration.warn_of_cut_sampling(vars(self.args))
+        self.exploration.warn_of_cut_sampling({**vars(self.args), **(self.args.generation_kwargs or {})})
 
     def _calculate_rewards(self, inputs: list, prompts: list, completions: list, *args: Any) -> Tensor:
         rewards = super()._calculate_rewards(inputs, prompts, completions, *args)
@@ -375,7 +375,7 @@ def _label_logprobs(output: Any, inputs: dict[str, Any], mask: Tensor) -> Tensor
     """[2B, S - 1] log-probabilities of the next tokens, from TRL's fused head or from logits; 0 where the mask is."""
     if getattr(output, "log_probs", None) is not None:
         return output.log_probs[:, -mask.shape[1] :]
-    logprobs = selective_log_softmax(output.logits[:, :-1], inputs["input_ids"][:, 1:])
+    logprobs = selective_log_softmax(output.logits[:, :-1].float(), inputs["input_ids"][:, 1:])
     return torch.where(mask.bool(), logprobs, 0.0)
 
 

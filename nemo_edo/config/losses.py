@@ -163,6 +163,10 @@ class ScheduleConfig(Section):
     def rules(self) -> Rules:
         in_steps = self.kind in ("linear", "cosine", "warmup-hold-decay")
         yield not in_steps or self.steps > 0, "steps", f"a number above 0 with kind {self.kind}"
+        other = f"with kind {self.kind}, which does not use it"
+        yield from self.only_if(self.kind == "warmup-hold-decay", other, "warmup_steps", "hold_steps")
+        yield from self.only_if(in_steps, other, "final_factor")
+        yield from self.only_if(self.kind == "entropy", other, "entropy_target", "entropy_ceiling")
         used = self.warmup_steps + self.hold_steps
         has_room = self.kind != "warmup-hold-decay" or used <= self.steps
         yield has_room, "steps", f"at least warmup_steps + hold_steps = {used}"

@@ -187,10 +187,14 @@ def grpo_loss(
         if factor_of[name] != 0:
             loss = loss.plus(reduced_terms[name], factor_of[name])
     tokens = {"log_ratio": log_ratio, **_clipped(held)}
-    tokens["floor_fraction"] = exploration.below_floor(log_ratio, config.log_ratio_floor)
     if selected is not None:
         tokens["selected_fraction"] = selected
     means = {name: term.detached() for name, term in reduced_terms.items()}
+    pushed = valid if factors is None else valid & (factors != 0)
+    if config.exploration_tokens is not None:
+        pushed = pushed & exploration.first_tokens(valid, config.exploration_tokens)
+    below = exploration.below_floor(log_ratio, config.log_ratio_floor)
+    means["floor_fraction"] = token_means({"below": below}, pushed)["below"]
     return loss, {**means, **token_means(tokens, valid), **sampler_metrics}
 
 

@@ -6,6 +6,7 @@ Dimensions: B sequences, T response tokens of a padded sequence; a row is one pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,7 +145,7 @@ class Reduction:
         if rows not in ROWS:
             raise ValueError(f"rows is {rows!r}, expected one of {', '.join(ROWS)}")
         by_constant = reduction == "seq-mean-token-sum-norm"
-        if by_constant and (norm_length is None or norm_length <= 0):
+        if by_constant and (norm_length is None or isinstance(norm_length, bool) or not 0 < norm_length < math.inf):
             raise ValueError(f"norm_length is {norm_length}, expected a number above 0 with {reduction!r}")
         self.valid_BT = valid_BT
         self.divisor: Tensor | float | None = norm_length if by_constant else None

@@ -17,8 +17,6 @@ from nemo_edo.metrics import intervals
 
 Results = ArrayLike | Mapping[Hashable, float]
 """[P], or a mapping by problem id."""
-FEWEST_DIFFERENT = 6
-"""Differences other than 0 below which no sign pattern is rarer than 0.05: 2 / 2^5."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,8 @@ def paired_difference(
     The test is ``paired_permutation_test`` of the differences d_P minus a shift, in which ratios are linear; the
     interval has the shifts that it does not reject. Flipping the signs of a set of problems rejects a shift below the
     mean unless the set's mean difference, or the others', is below the shift too, so that the ends are quantiles of the
-    means of random halves (Hartigan 1969). With fewer than ``FEWEST_DIFFERENT`` differences other than 0 no shift could
-    be rejected: the interval has 0, and with one or two it is that of ``paired_share_interval`` (of what is no
+    means of random halves (Hartigan 1969). With fewer than six problems whose shares differ (at level 0.95) no shift
+    could be rejected: the interval has 0, and with one or two it is that of ``paired_share_interval`` (of what is no
     ``share``: the bootstrap's). Raises ValueError as these do.
     """
     intervals.check_level(level)
@@ -124,11 +122,15 @@ def paired_difference(
     lower_R, upper_R = _means_of_halves(d_P, resamples, seed)
     lower_R, upper_R = lower_R - rounding, upper_R + rounding
     hits = int((lower_R <= 0).sum() if mean > 0 else (upper_R >= 0).sum()) if abs(mean) > rounding else resamples
-    different = int((np.abs(d_P) > rounding).sum())
+    # Shares that differ: with counts that do, d_P of a problem with equal shares is not 0.
+    cross_P = sums_MP[0] * counts_MP[1], sums_MP[1] * counts_MP[0]
+    is_other_P = ~np.isclose(*cross_P, rtol=1e-12, atol=0.0) | (counts_MP == 0).any(axis=0)
+    different = int((is_other_P[asked] & (np.abs(d_P) > rounding)).sum())
+    fewest = 1 + math.ceil(-math.log2(1 - level) - 1e-9)
     p = min(1.0, max((1 + hits) / (1 + resamples), 2.0 ** (1 - different)))  # no sign pattern is rarer
     rank = int((1 - level) * (1 + resamples) + 1e-9)
     low, high = (np.sort(lower_R)[rank - 1], np.sort(upper_R)[-rank]) if rank else (lower_R.min(), upper_R.max())
-    if different < FEWEST_DIFFERENT:
+    if different < fewest:
         if different < 3:
             of = intervals.paired_share_interval if share else intervals.paired_bootstrap
             few = of(sums_a, counts_a, sums_b, counts_b, resamples=resamples, seed=seed, level=level)

@@ -65,6 +65,9 @@ def test_a_value_out_of_range_is_an_error_that_names_the_key(section, key: str, 
                           ("explore_solved_groups_only", True))),
     *((config.GRPOConfig, {"alpha": alpha, "schedule": CONTROLLER}, "schedule.kind is 'gradient-share', .* weight")
       for alpha in (0.0, 1e3)),  # outside of its bounds
+    *((config.ScheduleConfig, {"kind": kind, "steps": 9, name: value}, f"{name} is {value}, .* with kind {kind}")
+      for kind, name, value in (("linear", "warmup_steps", 5), ("cosine", "hold_steps", 5),
+                                ("constant", "final_factor", 0.1), ("constant", "entropy_target", 1.0))),
     (JudgeConfig, {"prompt_price": 1.0}, "prompt_price"),
     (config.RewardsConfig, {"verifier": "judge"}, "judge.url"),
     (config.RewardsConfig, {"verifier": "judge", "judge": JudgeConfig(url=URL)}, "judge.model"),

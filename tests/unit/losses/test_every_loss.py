@@ -209,7 +209,8 @@ NO_WEIGHTS, NO_FLOORS, NO_BETAS = (-0.1, math.nan, math.inf), (0.0, 0.1, math.na
     ("reduce_tokens token-mean", {"mask_BT": HALVES}, "mask has values other than 0 and 1"),
     *(("reduce_tokens token-mean", {option: "some"}, f"{option} is 'some', expected one of")
       for option in ("reduction", "rows", "on_empty")),
-    ("reduce_tokens seq-mean-token-sum-norm", {"norm_length": 0}, "norm_length is 0"),
+    *(("reduce_tokens seq-mean-token-sum-norm", {"norm_length": length}, f"norm_length is {length}")
+      for length in (0, math.inf, math.nan)),
     ("exploration seq-sum", {"old_logprobs": None}, "old_logprobs is None"),
     ("exploration seq-sum", {"old_logprobs": HALVES}, r"old_logprobs has 0.5 at \[0, 0\]"),
     *((name, {"log_ratio_floor": floor}, "log_ratio_floor is")

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import fmean
@@ -224,6 +225,13 @@ def test_metrics_are_the_unweighted_parts_and_the_shares_of_valid_tokens(random_
     assert metrics["clip_fraction"].mean().item() == pytest.approx(clipped.double().mean().item())
     assert metrics["floor_fraction"].mean().item() == pytest.approx((log_ratio < -0.1).double().mean().item())
     assert clipped.any() and (log_ratio < -0.1).any()
+
+    factors = 1.0 - torch.arange(len(batch.mask)) % 2.0  # of the tokens in the term: the first six of every other row
+    few = replace(settings_, exploration_tokens=6)
+    _, metrics = loss_and_metrics(batch, few, exploration_factors=factors.to(batch.mask))
+    pushed = valid & (valid.cumsum(1) <= 6) & (factors[:, None] == 1)
+    share = (log_ratios[pushed] < -0.1).double().mean().item()
+    assert metrics["floor_fraction"].mean().item() == pytest.approx(share) and 0 < share < 1
 
 
 @pytest.mark.parametrize(("changes", "message"), [

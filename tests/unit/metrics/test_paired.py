@@ -104,6 +104,10 @@ def test_one_problem_more_or_less_is_no_difference_and_ratios_weigh_problems_by_
     ones, one = np.ones(30), np.eye(30)[0]
     interval, p = metrics.paired_difference(one, ones, 0 * one, ones, resamples=999, seed=0)
     assert interval.low <= 0 < interval.mean < interval.high and p > 0.05
+    counts = 10 * ones + 2 * one  # the changed problem has more verdicts: the others' shares are equal all the same
+    right = 5 * ones + 7 * one, 5 * ones - 5 * one
+    interval, p = metrics.paired_difference(right[0], counts, right[1], counts, resamples=999, seed=0)
+    assert interval.low <= 0 < interval.mean < interval.high and p > 0.05
     counts = np.arange(1.0, 31.0)
     interval, _ = metrics.paired_difference(counts * 0.5, counts, ones * 0.25, ones, resamples=99, seed=0)
     assert (interval.low, interval.mean, interval.high) == pytest.approx((0.25, 0.25, 0.25))
