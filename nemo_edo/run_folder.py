@@ -32,6 +32,8 @@ MAY_CHANGE = (
 layout, which rounds differently (and ``SKIPPING``). Searches keep their own settings."""
 SKIPPING = ("guards.on_grad_norm_spike", "guards.grad_norm_spike")
 """The guards that change numbers, where the first is skip: they say which steps are taken."""
+ANSWERING = ("generation.servers.model", "generation.servers.chat")
+"""Which model of an endpoint answers, and to what: another one's responses are no part of the run."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 SUMMARY, SAMPLES = "summary.json", "samples.json"
 TRACKED = "trackers.json"
@@ -154,7 +156,7 @@ class RunFolder:
         there, here = (defaults | files.flattened(config) for config in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
-        fixed = SKIPPING if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ()
+        fixed = (*ANSWERING, *SKIPPING) if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ANSWERING
         different = sorted(key for key in changed if key in fixed or not f"{key}.".startswith(free))
         if different:
             key = different[0]

@@ -86,9 +86,9 @@ class Dispatcher:
             again = retrying(settings.attempts, settings.backoff_s, settings.backoff_limit_s)
             await again(self._attempt, path, body, index, read)
         except Fault as fault:
-            raise ServerError(
-                f"a request has failed {settings.attempts} times (generation.servers.attempts); the last time: {fault}"
-            ) from fault
+            hint = "; lower generation.servers.max_in_flight" if fault.retry_after_s else ""
+            failed = f"a request has failed {settings.attempts} times (generation.servers.attempts)"
+            raise ServerError(f"{failed}; the last time: {fault}{hint}") from fault
 
     async def _attempt(self, path: str, body: Any, index: int, read: Callable[[int, Any], None]) -> None:
         """Raises Fault where another attempt may succeed, ServerError where no replica is left or one refuses."""
@@ -113,7 +113,7 @@ class Dispatcher:
                 server.wait_s = min(fault.retry_after_s, self.settings.retry_after_limit_s)
                 server.is_available = False
                 server.fault.set()
-            raise Fault(f"{server.replica}: {fault}") from None
+            raise Fault(f"{server.replica}: {fault}", fault.retry_after_s) from None
         finally:
             async with self._changed:
                 server.in_flight -= 1

@@ -15,7 +15,7 @@ import aiohttp
 
 from nemo_edo.generation.server_api import HEALTH, MODELS, ServerAPI
 from nemo_edo.utils.files import end_of_log
-from nemo_edo.utils.http import ApiKey, Fault, ServerError, exchange, open_session
+from nemo_edo.utils.http import ApiKey, Fault, NoAnswer, ServerError, exchange, open_session
 from nemo_edo.utils.processes import end_session, kept
 
 POLL_EVERY_S = 0.25  # seconds between two health checks of a server that is starting
@@ -164,7 +164,7 @@ class Replica:
         try:
             return asyncio.run(one_request())
         except Fault as fault:
-            raise ServerError(f"{self}: {fault}{self.log_tail()}") from None
+            raise NoAnswer(f"{self}: {fault}{self.log_tail()}") from None
 
     async def exchange(
         self, session: aiohttp.ClientSession, method: str, path: str, limit_s: float, **options: Any
@@ -197,6 +197,7 @@ class PlainReplica(Replica):
     def read_models(self) -> None:
         if self._model is not None:
             self.model_name = self._model
+            self.served = f"{self._model} ({self._model})"
             return
         try:
             super().read_models()

@@ -1,5 +1,6 @@
 """The engine that generates with servers, whichever of them fail meanwhile."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Protocol
@@ -12,10 +13,11 @@ from nemo_edo.generation.server_api import COMPLETIONS, ServerAPI, completion_bo
 from nemo_edo.generation.stop_strings import StopStrings
 from nemo_edo.interfaces import Arrivals
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
-from nemo_edo.utils.http import Fault, ServerError
+from nemo_edo.utils.http import Fault, NoAnswer, ServerError
 from nemo_edo.utils.status_line import Counter
 
 CHAT_COMPLETIONS = "/v1/chat/completions"
+CUT = ("length", "model_length", "max_tokens", "content_filter")  # finish reasons of endpoints, for a part of an answer
 Chats = Mapping[str, Sequence[Mapping[str, str]]]  # the messages of each problem, by its id
 
 
@@ -83,7 +85,8 @@ class ServerEngine:
             count = len(waiting)  # those that arrive meanwhile may be of weights that come later
             for replica in self.replicas:
                 if self.weights is not None and replica not in absent and replica.is_healthy():
-                    self.weights.require(replica)
+                    with contextlib.suppress(NoAnswer):  # it hangs, which the dispatcher sees to
+                        self.weights.require(replica)
             if arrivals is not None and count:
                 arrivals.add(waiting[:count])
             del waiting[:count]
@@ -186,4 +189,6 @@ class PlainEngine(ServerEngine):
             ids = tuple(self.encode(text))
         except (KeyError, TypeError, ValueError) as error:
             raise Fault(f"an answer without a choice's text and finish_reason: {error!r}") from None
-        return (ids, (), "length") if reason == "length" else ((*ids, self.stop_ids[0]), (), "stop")
+        if reason in ("abort", "error"):
+            raise Fault(f"an answer that ended by {reason!r}")
+        return (ids, (), "length") if reason in CUT else ((*ids, self.stop_ids[0]), (), "stop")

@@ -79,7 +79,8 @@ class ProcessRewardModel:
         steps, those at the end of the question. Raises UserError for a path that is longer than the model's context."""
         lasts = [self.format.encode(path)[-1] for path in paths]
         lasts = [Encoded(part.ids, part.ends[-1:]) for part in lasts]
-        require_fitting([[part] for part in lasts], self.max_length, "paths of the search")
+        remedy = "a lower sampling.max_new_tokens, with another search.name"
+        require_fitting([[part] for part in lasts], self.max_length, "paths of the search", remedy)
         found = {
             part: StepScore(float(torch.sigmoid(odds)), embedding[0].cpu())
             for part, odds, embedding in computed(self._network, set(lasts), self._tokens)
@@ -129,14 +130,19 @@ def scores_or_zeros(
     ]
 
 
-def require_fitting(encoded: Sequence[Sequence[Encoded]], limit: int | None, what: str) -> None:
-    """Raises UserError where a path is longer than a context of ``limit`` tokens."""
+def require_fitting(
+    encoded: Sequence[Sequence[Encoded]],
+    limit: int | None,
+    what: str,
+    remedy: str = "too_long=zero, which scores them 0",
+) -> None:
+    """Raises UserError where a path is longer than a context of ``limit`` tokens. remedy: besides another model."""
     places = too_long(encoded, limit)
     if places:
         longest = max(len(part.ids) for place in places for part in encoded[place])
         raise UserError(
             f"{len(places)} of {len(encoded)} {what} are longer than the reward model's context of {limit} tokens (the "
-            f"longest has {longest}); use a model with a longer one, or too_long=zero, which scores them 0"
+            f"longest has {longest}); use a model with a longer one, or {remedy}"
         )
 
 
@@ -173,6 +179,8 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
     about, maker, cfg = _model(model, tokenizer, cfg)
     with taken([run]):
         form, questions = load_format(about), stored.questions("test")
+        if cfg.step_separator not in (None, form.separator):
+            maker += f", steps between {cfg.step_separator!r}"
         pending, lines = [], []
         for policy, kind in product(stored.evaluated([arm] if arm else []), KINDS):
             store = ScoreStore(stored.folder.scores(policy, name))
@@ -199,9 +207,12 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
                 settings = {"device": cfg.device, "dtype": cfg.dtype, "batch_tokens": cfg.batch_tokens}
                 made = nullcontext(ProcessRewardModel(about.path, **settings))
             with made as scorer:
+                if cfg.too_long != "zero":  # a server's context may be shorter
+                    for *_, todo in pending:
+                        require_fitting([parts for _, parts in todo], scorer.max_length, "responses")
                 for store, kind, label, scores, missing_scores in pending:
                     for part in minibatches(missing_scores, cfg.part_size):
-                        found = scores_or_zeros(scorer, [parts for _, parts in part], about.max_length)
+                        found = scores_or_zeros(scorer, [parts for _, parts in part], scorer.max_length)
                         found = dict(zip((key for key, _ in part), found, strict=True))
                         store.write_part(kind, found, **label)
                         scores |= found

@@ -106,6 +106,7 @@ def _search(cfg: RunConfig, folder: RunFolder, arm: str, reward_model: tuple[Rew
         "search.seed": seed,
         **{f"sampling.{name}": getattr(cfg.sampling, name) for name in ("temperature", "top_p", "max_new_tokens")},
         "reward model": made_by(about.path),
+        **({"generation.servers.model": cfg.generation.servers.model} if cfg.generation.servers.model else {}),
         "set of test problems": hashlib.blake2b(repr(asked).encode(), digest_size=8).hexdigest(),
     }
     store = SearchStore(folder.searches(arm) / cfg.search.name, label)

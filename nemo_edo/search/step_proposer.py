@@ -95,7 +95,8 @@ class EngineStepProposer:
             raise ValueError(f"the tokenizer decodes {so_far.text!r} otherwise once other tokens follow: {text!r}")
         may_answer = sampled.stop is not None and self._answers is not None
         finished = sampled.finished or (may_answer and self._answers.is_well_formed(text))
-        ended = finished or len(ids) >= self._sampling.max_new_tokens
+        # Without an end or a separator it was cut, perhaps at an endpoint's limit, which counts other tokens.
+        ended = finished or sampled.stop is None or len(ids) >= self._sampling.max_new_tokens
         step, rest = draft.rest + text[len(so_far.text) :], ""
         if not ended:
             step, _, rest = step.rpartition(self._separator)

@@ -37,6 +37,10 @@ class ServerError(UserError):
         self.status = status
 
 
+class NoAnswer(ServerError):
+    """A server gave no usable answer; asking again may help."""
+
+
 class Fault(Exception):
     """A request got no usable answer, but a retry may succeed; says what came instead."""
 

@@ -54,6 +54,7 @@ def process_began() -> float:
 
 
 POLLS_PER_SECOND = 5  # how often a keeper checks that its parent is alive
+KILLED_WITHIN_S = 60.0
 
 
 def kept(command: Sequence[str]) -> list[str]:
@@ -76,7 +77,10 @@ def _keep(parent: int, command: Sequence[str]) -> int:
             time.sleep(1 / POLLS_PER_SECOND)
     finally:
         end_descendants(keeper)
-    return running.wait()
+    try:
+        return running.wait(1.0)
+    except subprocess.TimeoutExpired:
+        return 1
 
 
 def end_descendants(ancestor: int) -> None:
@@ -109,8 +113,10 @@ def _processes() -> dict[int, tuple[int, int]]:
 
 
 def _kill_until_none(found: Callable[[], set[int]]) -> None:
-    """Again and again: a process may have been forked meanwhile."""
-    while pids := found():
+    """Again and again: a process may have been forked meanwhile. Not for ever: one that waits for a driver or a dead
+    file system does not end."""
+    until = time.monotonic() + KILLED_WITHIN_S
+    while (pids := found()) and time.monotonic() < until:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -29,7 +29,8 @@ def plain(url: str, *, chat: bool, **settings) -> PlainEngine:
 
 @pytest.mark.parametrize("chat", [False, True])
 def test_text_becomes_tokens_without_log_probabilities_and_ends_as_the_endpoint_says_or_at_a_stop_string(chat: bool):
-    replies = iter([(None, "stop"), ("7", "length"), ("7\nno more", "stop"), ("7.", "stop"), (None, "content_filter")])
+    replies = iter([(None, "stop"), ("7", "length"), ("7\nno more", "stop"), ("7.", "stop"), ("5", "abort"),
+                    ("4", "content_filter")])  # fmt: skip
 
     def rule(number: int, body: dict) -> tuple:
         if not body:
@@ -46,7 +47,7 @@ def test_text_becomes_tokens_without_log_probabilities_and_ends_as_the_endpoint_
             found += engine.generate(REQUESTS[:1], SamplingParams(0.7, 0.9, 8, stop=stop))
     assert [(bytes([*one.response_ids]), one.text, one.finished, one.stop) for one in found] == [
         (b"\0", "", True, None), (b"7", "7", False, None), (b"7\n", "7\n", False, "\n"), (b"7.\0", "7.", True, None),
-        (b"\0", "", True, None)]  # fmt: skip
+        (b"4", "4", False, None)]  # fmt: skip
     assert not any(len(one.response_logprobs) for one in found)
     asked = {"messages": CHATS["p-0"]} if chat else {"prompt": "6 + 1"}
     sampling = {"temperature": 0.7, "top_p": 0.9, limit: 8}
@@ -60,7 +61,7 @@ def test_an_endpoint_that_lists_no_models_asks_for_the_models_name():
             plain(server.url, chat=False)
         named = PlainReplica("endpoint 0", server.url, None, ready_limit_s=5.0, model="mine")
         named.wait_until_ready()
-    assert named.model_name == "mine"
+    assert named.model_name == "mine" and named.served == "mine (mine)"
 
 
 @pytest.mark.parametrize(("choice", "lacking"), [

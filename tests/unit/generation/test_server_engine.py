@@ -18,7 +18,7 @@ from nemo_edo.generation.server_api import ServerAPI
 from nemo_edo.generation.server_engine import ServerEngine
 from nemo_edo.refit.servers import name_weights, require_weights
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
-from nemo_edo.utils.http import ServerError
+from nemo_edo.utils.http import NoAnswer, ServerError
 
 QUICK = {"backoff_s": 0.02, "backoff_limit_s": 0.1, "health_limit_s": 5.0, "restarts": 3, "max_in_flight": 8}
 SAMPLING = SamplingParams(1.0, 1.0, 8)
@@ -198,9 +198,17 @@ def test_a_server_that_dies_before_any_answer_is_retired_with_its_reason(start):
     assert replicas[0].starts == 4
 
 
-def test_requests_of_a_server_that_hangs_even_when_restarted_go_to_another(start):
+def test_requests_of_a_server_that_hangs_even_when_restarted_go_to_another(start, monkeypatch):
     replicas = start({"hang": True}, {})
-    assert_answers_all(engine(replicas, request_limit_s=2.0, restarts=1), 40)
+
+    def require(replica) -> None:
+        if replica is replicas[0]:  # its health is good, and its engine does not answer
+            raise NoAnswer("no answer within 60 s")
+
+    monkeypatch.setattr(dispatch, "HAND_OVER_EVERY_S", 0.05)
+    servers = engine(replicas, request_limit_s=2.0, restarts=1)
+    servers.weights = SimpleNamespace(restore=lambda replica: None, require=require)
+    assert_answers_all(servers, 40)
     assert replicas[0].starts == 2
 
 

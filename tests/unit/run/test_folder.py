@@ -162,6 +162,15 @@ def test_settings_that_change_no_number_but_by_rounding_may_change_and_are_writt
     assert (tmp_path / "a" / "config.yaml").read_text() == resolved_yaml(other)
 
 
+def test_another_model_of_an_endpoint_is_another_run(tmp_path: Path):
+    there, here = ({"generation": {"servers": {"urls": [url], "model": model}}}
+                   for url, model in (("http://a", "one"), ("http://b", "two")))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(there))
+    RunFolder(tmp_path).check_free(yaml.safe_dump({"generation": {"servers": {"urls": ["http://b"], "model": "one"}}}))
+    with pytest.raises(UserError, match="generation.servers.model is 'one' there and 'two' here"):
+        RunFolder(tmp_path).check_free(yaml.safe_dump(here))
+
+
 @pytest.mark.parametrize(("there", "here", "told"), [
     ({"a": {"x": 3, "y": 1}, "seed": 1}, {"a": {"x": 7, "y": 1}, "seed": 2},
      "a.x is 3 there and 7 here (2 settings differ)"),

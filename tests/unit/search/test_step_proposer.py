@@ -12,7 +12,7 @@ from nemo_edo.data.answers import HASHES, answer_format
 from nemo_edo.reward_models.formats import split_steps
 from nemo_edo.search.step_proposer import EngineStepProposer
 from nemo_edo.test_time.search_llm import Step, StepPath
-from nemo_edo.types import GenerationRequest, SamplingParams
+from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 
 QUESTION, PROMPT = "6 + 1 + 3", (900, 901)
 
@@ -74,6 +74,15 @@ def test_steps_put_together_are_the_response_that_is_sampled_at_once(text, size,
     said = [part for step in taken for part in split_steps(step.text, separator)]
     assert said == list(split_steps(plain.text, separator))
     assert all(step.text for step in taken[:-1]) and not any(step.finished for step in taken[:-1])
+
+
+def test_a_solution_that_was_cut_without_a_token_is_at_its_end():
+    """As by an endpoint whose limit counts other tokens."""
+    steps, *_ = proposing("a")
+    steps._engine = SimpleNamespace(generate=lambda requests, sampling: [
+        Rollout(one.problem_id, 0, one.prompt_ids, (), (), "", False, 0, one.seed) for one in requests])
+    [[step]] = steps.propose([StepPath(QUESTION)], 1, [0])
+    assert (step.text, step.finished, step.tokens) == ("", True, 0)
 
 
 def test_all_paths_of_a_call_are_sampled_in_one_call_of_the_engine():
