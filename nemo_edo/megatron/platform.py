@@ -34,7 +34,7 @@ def enter(threads: int | None = None) -> torch.device:
     if _entered is None:
         # Megatron overlaps tensor-parallel communication in the order of one queue. CUDA reads it as it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        with _unimportable(NEVER_USED):
+        with unimportable(NEVER_USED):
             if torch.cuda.is_available():
                 _entered = _enter_a_gpu()
             else:
@@ -74,7 +74,7 @@ def _enter_a_gpu() -> torch.device:
 
 
 @contextlib.contextmanager
-def _unimportable(names: tuple[str, ...]) -> Iterator[None]:
+def unimportable(names: tuple[str, ...]) -> Iterator[None]:
     """Inside the block an import of these packages fails as if they were not installed, unless they are loaded."""
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))

@@ -7,10 +7,13 @@ import warnings
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # read as torch is imported; nemo_edo.cli.commands says why
 warnings.simplefilter("ignore")
-for name in ("helpers.worker_pool", "helpers.cli", "helpers.tiny_models", "nemo_edo.models", "nemo_edo.run.jobs",
-             "nemo_edo.megatron.checkpoint", "nemo_edo.generation.megatron_engine",
-             "nemo_edo.generation.server_engine", "nemo_edo.rewards.custom", "nemo_edo.report.page"):
-    importlib.import_module(name)
+from nemo_edo.megatron.platform import NEVER_USED, unimportable  # noqa: E402
+
+with unimportable(NEVER_USED):
+    for name in ("helpers.worker_pool", "helpers.cli", "helpers.tiny_models", "nemo_edo.models", "nemo_edo.run.jobs",
+                 "nemo_edo.megatron.checkpoint", "nemo_edo.generation.megatron_engine",
+                 "nemo_edo.generation.server_engine", "nemo_edo.rewards.custom", "nemo_edo.report.page"):
+        importlib.import_module(name)
 
 import torch  # noqa: E402
 

@@ -308,7 +308,9 @@ def skyrl_config(batch: int = 8, **algorithm) -> SimpleNamespace:
         update_epochs_per_batch=1, train_batch_size=batch, policy_mini_batch_size=2,
     )  # fmt: skip
     return SimpleNamespace(
-        trainer=trainer, generator=SimpleNamespace(n_samples_per_prompt=4, step_wise_trajectories=False)
+        trainer=trainer,
+        generator=SimpleNamespace(n_samples_per_prompt=4, step_wise_trajectories=False,
+                                  sampling_params=SimpleNamespace(top_p=1.0, top_k=-1, min_p=0.0)),
     )
 
 
