@@ -190,11 +190,14 @@ def grpo_loss(
     if selected is not None:
         tokens["selected_fraction"] = selected
     means = {name: term.detached() for name, term in reduced_terms.items()}
-    pushed = valid if factors is None else valid & (factors != 0)
-    if config.exploration_tokens is not None:
-        pushed = pushed & exploration.first_tokens(valid, config.exploration_tokens)
     below = exploration.below_floor(log_ratio, config.log_ratio_floor)
-    means["floor_fraction"] = token_means({"below": below}, pushed)["below"]
+    if factors is None and config.exploration_tokens is None:
+        tokens["floor_fraction"] = below
+    else:  # of the tokens in the term
+        pushed = valid if factors is None else valid & (factors != 0)
+        if config.exploration_tokens is not None:
+            pushed = pushed & exploration.first_tokens(valid, config.exploration_tokens)
+        means |= token_means({"floor_fraction": below}, pushed)
     return loss, {**means, **token_means(tokens, valid), **sampler_metrics}
 
 
