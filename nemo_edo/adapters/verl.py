@@ -54,7 +54,8 @@ class EDGRPOPolicyLossConfig(PolicyLossConfig):
         if self.base_loss == LOSS_MODE or self.base_loss not in POLICY_LOSS_REGISTRY:
             known = ", ".join(name for name in POLICY_LOSS_REGISTRY if name != LOSS_MODE)
             raise ValueError(f"policy_loss.base_loss is {self.base_loss!r}, expected one of verl's losses: {known}")
-        if self.base_loss == "bypass_mode" and (self.rollout_correction or {}).get("rollout_rs"):
+        correction = getattr(self, "rollout_correction", None)
+        if self.base_loss == "bypass_mode" and correction is not None and correction.get("rollout_rs"):
             raise ValueError(
                 "policy_loss.base_loss is bypass_mode, which rejects tokens by rollout_rs that the term would push: "
                 "unset rollout_rs, or take decoupled rollout correction with another base_loss"

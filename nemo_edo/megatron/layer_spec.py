@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from megatron.core import optimizer
@@ -183,7 +184,8 @@ def mark_parameters(chunks: list[MegatronModule]) -> list[MegatronModule]:
     for module in (module for chunk in chunks for module in chunk.modules()):
         if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
             module.bias.sequence_parallel = False
-        if isinstance(sinks := getattr(module, "softmax_offset", None), torch.nn.Parameter):
+        sinks: Any = getattr(module, "softmax_offset", None)
+        if sinks is not None:
             sinks.tensor_model_parallel = True
     return chunks
 
