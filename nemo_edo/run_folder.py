@@ -33,7 +33,7 @@ layout, which rounds differently (and ``SKIPPING``). Searches keep their own set
 SKIPPING = ("guards.on_grad_norm_spike", "guards.grad_norm_spike")
 """The guards that change numbers, where the first is skip: they say which steps are taken."""
 ANSWERING = ("generation.servers.model", "generation.servers.chat")
-"""Which model of an endpoint answers, and to what: another one's responses are no part of the run."""
+"""Settings that say which model of an endpoint answers, and to what: another one's responses are no part of the run."""
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 SUMMARY, SAMPLES = "summary.json", "samples.json"
 TRACKED = "trackers.json"

@@ -89,10 +89,9 @@ def require_given(given: RolloutStore, config: ArmConfig, problems: int, samples
     given.require(config.iterations)
     is_dynamic, groups_of = isinstance(config, GRPOConfig) and config.dynamic_sampling, []
     for t in range(config.iterations):
-        rewards: dict[str, list[float]] = {}
-        for row in given.read_table(t, ["problem_id", "reward"]).to_pylist():
-            rewards.setdefault(row["problem_id"], []).append(row["reward"])
-        groups_of.append([len(group) for group in rewards.values() if not is_dynamic or len({*group}) > 1])
+        by_id = given.read_table(t, ["problem_id", "reward"]).group_by("problem_id")
+        groups = by_id.aggregate([("reward", name) for name in ("count", "min", "max")]).to_pylist()
+        groups_of.append([g["reward_count"] for g in groups if not is_dynamic or g["reward_min"] < g["reward_max"]])
     for name, there, own in (
         ("sampling.samples_per_prompt", max(map(max, filter(None, groups_of)), default=0), samples_per_prompt),
         ("problems_per_iteration", max(map(len, groups_of)), min(config.problems_per_iteration or problems, problems)),

@@ -30,7 +30,7 @@ NOT_COPIED = re.compile(r"config\.json|.*\.index\.json|adapter_.*")
 TEMPLATES = "additional_chat_templates"
 LAYER = re.compile(r"(?<![^.])layers\.(\d+)\.")  # where a tensor's name has its layer's number
 BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|masked_bias|position_ids)$")
-"""What older versions of transformers saved and models compute themselves."""
+"""Tensors that older versions of transformers saved, and that models compute themselves."""
 
 
 def is_hub_name(path: str) -> bool:

@@ -168,6 +168,16 @@ def without_bad_rows(
     return LoadedProblems(good, bad)
 
 
+def without_unusable(
+    path: Path, loaded: LoadedProblems, on_bad_rows: str, why: Callable[[Problem], str | None]
+) -> LoadedProblems:
+    """A file's problems without those that ``why`` calls unusable: they are bad rows (``without_bad_rows``)."""
+    reasons = [(problem, why(problem)) for problem in loaded.problems]
+    good = [problem for problem, reason in reasons if reason is None]
+    bad = [f"{problem.source}: {reason}" for problem, reason in reasons if reason is not None]
+    return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
+
+
 def write_problems(
     path: Path, problems: Sequence[Problem], *, benchmark: str, split: str, source: dict[str, str], skipped: int
 ) -> dict[str, Any]:

@@ -24,7 +24,7 @@ PARTS = (
     "half third quarter fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth "
     "sixteenth seventeenth eighteenth nineteenth twentieth"
 ).split()
-"""Of a whole, from 1/2 on."""
+"""Names of equal parts of a whole, from 1/2 on."""
 _SMALLER = [*PARTS[9:], *(f"{ten[:-1]}ieth" for ten in TENS), "millionth", "billionth"]  # than a tenth
 NO_UNIT = frozenset(
     "is are was were be not no nor never wrong incorrect false invalid nope or and but if unless than more less fewer "

@@ -186,19 +186,23 @@ def grpo_loss(
     for name in list(terms)[1:]:
         if factor_of[name] != 0:
             loss = loss.plus(reduced_terms[name], factor_of[name])
-    tokens = {"log_ratio": log_ratio, **_clipped(held)}
-    if selected is not None:
-        tokens["selected_fraction"] = selected
     means = {name: term.detached() for name, term in reduced_terms.items()}
-    below = exploration.below_floor(log_ratio, config.log_ratio_floor)
-    if factors is None and config.exploration_tokens is None:
-        tokens["floor_fraction"] = below
-    else:  # of the tokens in the term
-        pushed = valid if factors is None else valid & (factors != 0)
-        if config.exploration_tokens is not None:
-            pushed = pushed & exploration.first_tokens(valid, config.exploration_tokens)
-        means |= token_means({"floor_fraction": below}, pushed)
-    return loss, {**means, **token_means(tokens, valid), **sampler_metrics}
+    shares = {**_clipped(held), **({} if selected is None else {"selected_fraction": selected})}
+    return loss, {**means, **_token_metrics(log_ratio, shares, valid, factors, config), **sampler_metrics}
+
+
+def _token_metrics(
+    log_ratio: Tensor, shares: dict[str, Tensor], valid: Tensor, factors: Tensor | None, config: GRPOLossConfig
+) -> dict[str, LossTerm]:
+    """Means over the valid tokens, and the floor's share of those in the exploration term."""
+    tokens = {"log_ratio": log_ratio, **shares}
+    floor = {"floor_fraction": exploration.below_floor(log_ratio, config.log_ratio_floor)}
+    in_term = valid if factors is None else valid & (factors != 0)
+    if config.exploration_tokens is not None:
+        in_term = in_term & exploration.first_tokens(valid, config.exploration_tokens)
+    if in_term is valid:  # all of them: one reduction
+        return token_means({**tokens, **floor}, valid)
+    return {**token_means(tokens, valid), **token_means(floor, in_term)}
 
 
 @checked

@@ -199,15 +199,17 @@ def _have_equal_copies(chunks: list[MegatronModule]) -> bool:
     tensor-parallel ranks have different gradients of a weight that each of them has whole: layers of a family that do
     not add up the ranks' parts would let the copies drift apart, and no log-probability shows it before."""
     group = parallel_state.get_tensor_model_parallel_group()
+    if group.size() == 1:
+        return True
     whole = {
-        name: parameter.main_grad.double().norm()
+        name: torch.linalg.vector_norm(parameter.main_grad, dtype=torch.float64)
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
         if parameter.requires_grad
         and getattr(parameter, "allreduce", True)  # not an expert's
         and not getattr(parameter, "tensor_model_parallel", False)
     }
-    if group.size() == 1 or not whole:
+    if not whole:
         return True
     least = torch.stack(list(whole.values()))
     most = least.clone()

@@ -74,6 +74,7 @@ def set_layer_spec(provider, attention: str, device: torch.device) -> None:
             provider.masked_softmax_fusion = False
 
 
+LINEAR = "linear attention"
 NEEDS_TE = {  # by model_type: families that Bridge converts and local layers cannot compute, with what they lack
     "deepseek_v4": "compressed attention",
     "falcon_h1": "Mamba layers",
@@ -83,9 +84,9 @@ NEEDS_TE = {  # by model_type: families that Bridge converts and local layers ca
     "hy_v3": "layers that Megatron-Bridge has with Transformer Engine only",
     "minimax_m2": "norms over all heads",
     "nemotron_h": "Mamba layers",
-    "qwen3_5_moe_text": "linear attention",
-    "qwen3_5_text": "linear attention",
-    "qwen3_next": "linear attention",
+    "qwen3_5_moe_text": LINEAR,
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": LINEAR,
 }
 
 
@@ -119,9 +120,9 @@ def check_tensor_parallel(model_type: str, parallelism: ParallelismConfig) -> No
             f"{key} {size}: Megatron-Bridge's layers of model_type {model_type} have {UNSPLIT[model_type]}, which "
             "ranks do not share; set it to 1"
         )
-    if size > 1 and NEEDS_TE.get(model_type) == "linear attention" and not parallelism.sequence_parallel:
+    if size > 1 and NEEDS_TE.get(model_type) == LINEAR and not parallelism.sequence_parallel:
         raise UserError(
-            f"{key} {size} needs parallelism.sequence_parallel in a model with linear attention, whose norms' "
+            f"{key} {size} needs parallelism.sequence_parallel in a model with {LINEAR}, whose norms' "
             "gradients are added up with it alone"
         )
 

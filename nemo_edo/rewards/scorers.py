@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from nemo_edo.config import DataConfig, RewardsConfig
 from nemo_edo.data.answers import answer_format, canonical_number, stated_number
 from nemo_edo.data.benchmarks import NUMBER
-from nemo_edo.data.problems import LoadedProblems, without_bad_rows
+from nemo_edo.data.problems import LoadedProblems, without_unusable
 from nemo_edo.errors import UserError
 from nemo_edo.rewards.custom import CustomScorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer, MathVerifier
+from nemo_edo.types import Problem
 from nemo_edo.utils.worker_pool import Limits
 
 if TYPE_CHECKING:
@@ -54,8 +55,15 @@ def build_scorer(
     plain = plain and all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
     exact = rewards.verifier == "exact" or (rewards.verifier == "auto" and plain)
     if data.answer_format == "hashes":
+        states = canonical_number if exact else stated_number
+        expected = "data.answer_format=hashes finds no other; expected hashes_text, boxed or flexible, or a number"
+
+        def why(problem: Problem) -> str | None:
+            is_stated = states(problem.answer) is not None
+            return None if is_stated else f"the answer {problem.answer[:80]} is no decimal number, and {expected}"
+
         for path, file in loaded.items():
-            loaded[path] = _statable(path, file, data.on_bad_rows, exact=exact)
+            loaded[path] = without_unusable(path, file, data.on_bad_rows, why)
     if exact:
         return ExactAnswerScorer(answers), None
     limits = Limits(rewards.time_limit_s, rewards.memory_limit_mb, rewards.workers, rewards.time_budget_s)
@@ -70,18 +78,6 @@ def build_scorer(
     for path, file in loaded.items():
         loaded[path] = verifier.verifiable(path, file, data.on_bad_rows)
     return MathScorer(answers, verifier), None
-
-
-def _statable(path: Path, loaded: LoadedProblems, on_bad_rows: str, *, exact: bool) -> LoadedProblems:
-    """The problems whose answers ``#### ANSWER`` can state, where a response states decimal numbers alone."""
-    good, bad = [], []
-    for problem in loaded.problems:
-        if (canonical_number if exact else stated_number)(problem.answer) is not None:
-            good.append(problem)
-        else:
-            why = f"the answer {problem.answer[:80]} is no decimal number, and data.answer_format=hashes finds no other"
-            bad.append(f"{problem.source}: {why}; expected hashes_text, boxed or flexible, or a number")
-    return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
 
 
 def check_functions(rewards: RewardsConfig) -> None:

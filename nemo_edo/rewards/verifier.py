@@ -23,7 +23,7 @@ from nemo_edo.data.answers import (
     stated_number,
 )
 from nemo_edo.data.benchmarks import MATH, NUMBER, TEXT
-from nemo_edo.data.problems import LoadedProblems, without_bad_rows
+from nemo_edo.data.problems import LoadedProblems, without_unusable
 from nemo_edo.types import UNVERIFIED, Problem, Rollout, ScoredRollout
 from nemo_edo.utils import worker_pool
 from nemo_edo.utils.worker_pool import Limits, TaskFailure, WorkerPool
@@ -147,20 +147,17 @@ class MathVerifier:
             if p.answer_kind == MATH and len(p.answer) <= LONGEST_ANSWER and canonical_number(p.answer) is None
         ))  # fmt: skip
         readable = dict(zip(asked, self._run("parses", [(answer,) for answer in asked]), strict=True))
-        good: list[Problem] = []
-        bad: list[str] = []
-        for problem in problems:
+
+        def why(problem: Problem) -> str | None:
             if problem.answer_kind == TEXT:
-                reason = f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})"
-            elif len(problem.answer) > LONGEST_ANSWER:
-                reason = f"the answer has {len(problem.answer)} characters; expected {LONGEST_ANSWER} at most"
-            elif readable.get(problem.answer, True) is not True:
-                reason = f"the answer cannot be parsed: {_shortened(problem.answer)}; expected LaTeX or words"
-            else:
-                good.append(problem)
-                continue
-            bad.append(f"{problem.source}: {reason}")
-        return LoadedProblems(without_bad_rows(path, good, bad, on_bad_rows).problems, [*loaded.skipped, *bad])
+                return f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})"
+            if len(problem.answer) > LONGEST_ANSWER:
+                return f"the answer has {len(problem.answer)} characters; expected {LONGEST_ANSWER} at most"
+            if readable.get(problem.answer, True) is not True:
+                return f"the answer cannot be parsed: {_shortened(problem.answer)}; expected LaTeX or words"
+            return None
+
+        return without_unusable(path, loaded, on_bad_rows, why)
 
     def _run(self, function: str, arguments: Sequence[tuple]) -> list[Any]:
         """A task whose worker died is tried once more: the system may have killed it, short of memory."""
