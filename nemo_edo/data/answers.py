@@ -22,7 +22,12 @@ _FRACTION = re.compile(
     r"\\[dt]?frac(?:\{(?P<over>-?\d{1,30})\}\{(?P<under>\d{1,30})\}|\s*(?P<short>\d{2})))"
 )
 _MARKER = "####"
-_HEADING = re.compile(r"[*\s]*(?:\d+[.)]\s*)?[*\s]*[^\W\d_]{2}")  # #### Step 2, #### **1. Sums**
+_HEADING = re.compile(  # #### Step 2: Sum, #### **1. Sums**, #### So far:
+    r"[*\s]*(?:\d+[.)]\s*[*\s]*[^\W\d_]{2}|(?:step|part|case|final|answer|solution|conclusion|summary|check)\b)|"
+    r".*:[*\s]*$",
+    re.IGNORECASE,
+)
+_LABEL = re.compile(r"^[*\s]*(?:the\s+)?(?:final\s+)?answer\s*:[*\s]*(?=\S)", re.IGNORECASE)
 _HASHES = re.compile(rf"^[ \t]*{_MARKER}", re.MULTILINE)
 _BOX_OR_BRACE = re.compile(
     r"\\(?:boxed|fbox)\s*(?P<opens>\{)|\\(?:boxed|fbox) +(?P<bare>[^\s{}$\\]+)|\\.|[{}]", re.DOTALL
@@ -178,6 +183,7 @@ def _stated_somewhere(text: str) -> str | None:
     if number := HASHES.extract(text):
         return number
     line, _, more = (HASHES_TEXT.extract(text) or "").partition("\n")  # #### 1/3 states no decimal, and not 3
+    line = _LABEL.sub("", line)
     if (more.strip() and _HEADING.match(line)) or len(line) > LONGEST_ANSWER:
         line = ""
     answers = (form.extract(line or text) for form in map(answer_format, ("boxed", "answer_is")))

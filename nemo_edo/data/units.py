@@ -36,9 +36,11 @@ NO_UNIT = frozenset(
     + [part + ending for part in _SMALLER for ending in ("", "s")]
 )  # words that say something else of the number than its unit
 _OTHER_NUMBER = re.compile(
-    r"(?:^(?!hundred(?![\w-])|\w+ (?:dollar|cent)s? (?:bill|coin|note)s?)|\b(?:of|times|below|above|under|point) |"
-    rf"\b(?:in|by|to) (?!one (?!hundred|thousand|million)))(?:{'|'.join([*SMALL, *TENS, 'hundred', 'pi'])})(?![\w-])"
-)  # 1 in six, 5 below zero
+    r"(?:^(?!hundred(?![\w-]))|\b(?:of|times|below|above|under) |"
+    rf"\b(?:in|by|to) (?!one (?!hundred|thousand|million)))(?:{'|'.join([*SMALL, *TENS, 'hundred', 'pi'])})(?![\w-])|"
+    rf"\b(?:multiplied|divided|raised) (?:by|to)\b|\bpoint (?:oh|{'|'.join([*SMALL, *TENS])})\b"
+)  # 1 in six, 5 below zero, 5 divided by n, 3 point oh five
+_BANKNOTES = re.compile(r"\w+[ -](?:dollar|cent)s?[ -](bill|coin|note)")  # 20 five dollar bills are counted
 _IN = Fraction(254, 10000)
 _SIZES: dict[str, dict[str, Fraction | int]] = {
     "length": {
@@ -51,7 +53,8 @@ _SIZES: dict[str, dict[str, Fraction | int]] = {
     "months": {"month": 1, "yr year": 12, "decade": 120},
     "mass": {"g gram": 1, "kg kilogram kilo": 1000, "mg milligram": Fraction(1, 1000)},
     "weight": {"oz ounce": 1, "lb pound": 16, "ton": 32000},
-    "volume": {"cup": 1, "pt pint": 2, "qt quart": 4, "gal gallon": 16},
+    "volume": {"tsp teaspoon": Fraction(1, 48), "tbsp tablespoon": Fraction(1, 16), "cup": 1, "pt pint": 2,
+               "qt quart": 4, "gal gallon": 16},
     "energy": {"j joule": 1, "kj kilojoule": 1000},
     "power": {"w watt": 1, "kw kilowatt": 1000},
     "force": {"n newton": 1},
@@ -73,6 +76,7 @@ _UNITS = {
 }  # the dimensions of each unit, and its size in the first unit of the dimension
 for _name, _size in (("mph", 63360 * _IN / 3600), ("kph", Fraction(1000, 3600)), ("kmh", Fraction(1000, 3600))):
     _UNITS[_name] = Counter({"length": 1, "time": -1}), _size
+_UNITS["acre"] = Counter({"length": 2}), 43560 * (12 * _IN) ** 2
 for _name, _size in (("l liter litre", Fraction(1, 1000)), ("ml milliliter millilitre", Fraction(1, 10**6))):
     _UNITS |= dict.fromkeys(_name.split(), (Counter({"length": 3}), _size))
 NAMES = frozenset(_UNITS)  # units that have a size, in the singular
@@ -167,7 +171,7 @@ def _read(value: str, words: str, currency: str = "") -> Measure | None:
     if words == "M":  # 5 M is 5 million, and 5 m five metres
         words = "million"
     words = re.sub(r"\bM(?=(?:[gmJWNV]|Hz|Pa|eV)\b)", "mega", words)  # 5 MW are not 5 mW
-    text = words.casefold().replace("²", "^2").replace("³", "^3").replace(".", "")
+    text = _BANKNOTES.sub(r"\1", words.casefold().replace("²", "^2").replace("³", "^3").replace(".", ""))
     if _OTHER_NUMBER.search(text):
         return None
     text = re.sub(r"(?<=[a-z])-(?=[a-z])", " ", text)
@@ -180,6 +184,8 @@ def _read(value: str, words: str, currency: str = "") -> Measure | None:
     while tokens and (factor := _MULTIPLIERS.get(tokens[0], _MULTIPLIERS.get(tokens[0].removesuffix("s")))):
         multiplier *= factor
         tokens.pop(0)
+    if multiplier > 1 and tokens and tokens[0] in {*SMALL, *TENS}:  # 5 hundred fifty
+        return None
     tokens = [*currency.split(), *tokens]
     powers: list[tuple[str, int]] = []  # units that have a size, with their exponents
     counted, sign, power = set(), 1, 1

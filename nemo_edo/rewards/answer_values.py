@@ -57,6 +57,8 @@ _MEANINGS = tuple((re.compile(pattern), meaning) for pattern, meaning in (
     (r"(?:limit )?does not exist", r"\text{dne}"),
 ))  # fmt: skip
 """Words for a formula."""
+_OF_ORDER = re.compile(r"an? (?!half|quarter)\w+[ -](\w+)")  # a third acre, an eighth note
+_MEASURES = NAMES | set("of a as the more les square sq cubic cu foot feet percent".split())
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
 _BUILDER = re.compile(r"[a-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\\vert|[:|])(?P<rest>.*)")  # x : x < 2
 _VERDICT = re.compile(r"(?P<verdict>yes|no|true|false)(?:, [^0-9]*)?")
@@ -192,10 +194,9 @@ def _text(text: str, letters: bool) -> Value | None:
     for pattern, meaning in _MEANINGS:
         if pattern.fullmatch(words):
             return read(meaning)
-    number = number_in_words(" ".join(said.casefold().split()))
-    following = number[1].partition(" ")[0] if number else ""
-    if following not in ("", "of") and following.removesuffix("s") not in NAMES:  # an eighth note is no eighth
-        number = number_in_words(words)
+    counted = _OF_ORDER.match(said.casefold())
+    is_ordinal = counted is not None and counted[1].removesuffix("s") not in _MEASURES  # an eighth note is no eighth
+    number = None if is_ordinal else number_in_words(" ".join(said.casefold().split()))
     if number := number or number_in_words(words):
         return read(" ".join(filter(None, number)))
     ordinal = re.fullmatch(r"(\d+)\s*(?:\^\{?)?\s*(?:st|nd|rd|th)\s*\}?", words)

@@ -60,6 +60,8 @@ BOXED, FINAL, SO, FLEXIBLE = map(answer_format, ("boxed", "final_answer_is", "so
     (FLEXIBLE, "#### x+5", "x+5"), (FLEXIBLE, "#### The answer is 5", "5"),
     (FLEXIBLE, "#### Step 2: Sum\nIt is $\\boxed{42}$.", "42"), (FLEXIBLE, "#### **1. Plan**\n2+2=4\nso 42", "42"),
     (FLEXIBLE, "#### Final Answer\n\nThe answer is 42.", "42"), (FLEXIBLE, "#### 5 million\nDone", "5 million"),
+    (FLEXIBLE, "#### **Monday**\nI hope that helps 3 of you.", "Monday"),
+    (FLEXIBLE, "#### **Answer:** x = 3\nor 4", "x = 3"),
     (FLEXIBLE, "#### 5\nor 6", "5"), (FLEXIBLE, r"It is \boxed{\frac{1}{2}}, or 0.5", r"\frac{1}{2}"),
     (FLEXIBLE, "The answer is **42** apples. There are 7 left.", "42 apples"),
     (FLEXIBLE, "5 - 3 leaves $1,234.50 in 2 days", "2"),
