@@ -208,11 +208,11 @@ def respond(
     stopping = next((alarm for alarm in alarms if alarm.action == "stop"), None)
     if stopping is None:
         return
-    kept = ""
-    if stopping.batch_matters and batch is not None:
-        kept = f"; kept for nemo-edo replay: {progress.keep_failure(position, batch, dict(about or {}))}"
-    message = f"{where}: {stopping.message}{kept}"
+    message = f"{where}: {stopping.message}"
     try:
+        if stopping.batch_matters and batch is not None:
+            kept = progress.keep_failure(position, batch, dict(about or {}))
+            message = f"{message}; kept for nemo-edo replay: {kept}"
         progress.save(position)
     except (StoppedByGuard, UserError) as unsaved:
         raise StoppedByGuard(f"{message}; {unsaved}") from unsaved

@@ -89,12 +89,17 @@ def require_given(given: RolloutStore, config: ArmConfig, problems: int, samples
     given.require(config.iterations)
     is_dynamic, groups_of = isinstance(config, GRPOConfig) and config.dynamic_sampling, []
     for t in range(config.iterations):
-        by_id = given.read_table(t, ["problem_id", "reward"]).group_by("problem_id")
+        table = given.read_table(t, ["problem_id", "reward"])
+        rewards = table["reward"].cast("float32")  # as ``keep_informative`` compares them
+        by_id = table.set_column(1, "reward", rewards).group_by("problem_id")
         groups = by_id.aggregate([("reward", name) for name in ("count", "min", "max")]).to_pylist()
         groups_of.append([g["reward_count"] for g in groups if not is_dynamic or g["reward_min"] < g["reward_max"]])
+    most = max(map(len, groups_of))
+    if most > problems:
+        raise UserError(f"{given.folder}: an iteration is of {most} problems, and this run has {problems} to train on")
     for name, there, own in (
         ("sampling.samples_per_prompt", max(map(max, filter(None, groups_of)), default=0), samples_per_prompt),
-        ("problems_per_iteration", max(map(len, groups_of)), min(config.problems_per_iteration or problems, problems)),
+        ("problems_per_iteration", most, config.problems_per_iteration or problems),
     ):
         if there > own:
             raise UserError(f"{given.folder}: an iteration has more than {name}={own} of this run: set it to {there}")

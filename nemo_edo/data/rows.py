@@ -93,8 +93,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         ]  # fmt: skip
         if not files:
             raise ProblemFileError(f"{path}: has no .json, .jsonl or .parquet file")
-        parts = {part for file in files for part in (*file.relative_to(path).parts[:-1], file.stem)}
-        splits = sorted({match[1] for part in parts if (match := _OF_A_SPLIT.fullmatch(part))})
+        splits = sorted({split for file in files if (split := _split(file.relative_to(path)))})
         if len(splits) > 1:
             raise ProblemFileError(f"{path}: has files of the splits {' and '.join(splits)}; name those of one")
         number = 0
@@ -103,10 +102,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         ):
             content = _content(file).strip() if file.suffix == ".json" else b""
             one = _parsed(content) if content.startswith(b"{") else None
-            # Lines of objects are no object, but their first line is; a mistake in one object leaves it one.
-            lines = isinstance(one, RowError) and isinstance(_parsed(content.partition(b"\n")[0]), dict)
-            is_one = one is not None and not lines
-            for row in [Row(1, str(file), one)] if is_one else read_rows(file):
+            is_lines = isinstance(one, RowError) and b"\n{" in content
+            for row in read_rows(file) if one is None or is_lines else [Row(1, str(file), one)]:
                 number += 1
                 yield Row(number, row.source, row.content)
     elif path.suffix == ".parquet":
@@ -120,6 +117,13 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, line in enumerate(_content(path).split(b"\n"), start=1):  # not at Unicode's other line separators
             if line.strip():
                 yield Row(number, f"{path}:{number}", _parsed(line))
+
+
+def _split(file: Path) -> str | None:
+    """The split that a file of a folder names, or else the nearest folder around it."""
+    found = map(_OF_A_SPLIT.fullmatch, (file.stem, *reversed(file.parts[:-1])))
+    split = next((match[1] for match in found if match), None)
+    return "validation" if split == "valid" else split
 
 
 def _content(path: Path) -> bytes:

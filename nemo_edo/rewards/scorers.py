@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_edo.config import DataConfig, RewardsConfig
-from nemo_edo.data.answers import answer_format, canonical_number, stated_number
+from nemo_edo.data.answers import answer_format, canonical_number, clean_answer, simple_fraction, stated_number
 from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.problems import LoadedProblems, without_unusable
+from nemo_edo.data.units import TEXT
 from nemo_edo.errors import UserError
 from nemo_edo.rewards.custom import CustomScorer
+from nemo_edo.rewards.spelling import number_in_words
 from nemo_edo.rewards.verifier import ExactAnswerScorer, MathScorer, MathVerifier
 from nemo_edo.types import Problem
 from nemo_edo.utils.worker_pool import Limits
@@ -55,11 +58,11 @@ def build_scorer(
     plain = plain and all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
     exact = rewards.verifier == "exact" or (rewards.verifier == "auto" and plain)
     if data.answer_format == "hashes":
-        states = canonical_number if exact else stated_number
+        states = canonical_number if exact else _may_be_decimal
         expected = "data.answer_format=hashes finds no other; expected hashes_text, boxed or flexible, or a number"
 
         def why(problem: Problem) -> str | None:
-            is_stated = states(problem.answer) is not None
+            is_stated = states(problem.answer)
             return None if is_stated else f"the answer {problem.answer[:80]} is no decimal number, and {expected}"
 
         for path, file in loaded.items():
@@ -78,6 +81,14 @@ def build_scorer(
     for path, file in loaded.items():
         loaded[path] = verifier.verifiable(path, file, data.on_bad_rows)
     return MathScorer(answers, verifier), None
+
+
+def _may_be_decimal(answer: str) -> bool:
+    """Whether an answer can equal a decimal number: 2^{10} and "five" can, 1/3 and "Paris" cannot."""
+    if simple_fraction(clean_answer(answer)) is not None:
+        return stated_number(answer) is not None
+    words = TEXT.sub(r"\g<words>", answer).casefold()
+    return bool(re.search(r"\d", words)) or number_in_words(words) is not None
 
 
 def check_functions(rewards: RewardsConfig) -> None:

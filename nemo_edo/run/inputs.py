@@ -33,7 +33,7 @@ from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import estimate_bytes, require_room
 from nemo_edo.run.made_from import MadeFrom, files_below
-from nemo_edo.run.problems import RunProblems, read_problems
+from nemo_edo.run.problems import RunProblems, read_problems, run_problems
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import source_files
@@ -222,7 +222,7 @@ def load_data(
     # What makes or teaches the problems reaches no number once the run has them, or has finished its warm-up.
     harmless = [*(["data.source"] if noted else []), *(["data.warmup"] if START in journal else [])]
     inputs = MadeFrom(input_files(cfg), noted.get("inputs", {}), cfg.allow_changed, harmless)
-    read = read_problems(cfg, run, made)
+    files = read_problems(cfg, run, made)
     folder = model_folder(cfg.model, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
     if cfg.model.path is None:
@@ -235,7 +235,8 @@ def load_data(
     judge = None
     if scores:
         own = Path(cfg.output_dir) / cfg.name
-        scorer, judge = build_scorer(cfg.rewards, cfg.data, own, read.scored, encode, inputs.require_unchanged)
+        scorer, judge = build_scorer(cfg.rewards, cfg.data, own, files.scored, encode, inputs.require_unchanged)
+    read = run_problems(cfg, files)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest

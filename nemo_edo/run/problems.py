@@ -12,6 +12,18 @@ from nemo_edo.types import Problem
 
 
 @dataclass(frozen=True)
+class ProblemFiles:
+    """What is in the files of a run's problems."""
+
+    paths: dict[str, Path]
+    """Of the splits that there are."""
+    scored: dict[Path, LoadedProblems]
+    """Of train and test; ``build_scorer`` takes those out that cannot be scored."""
+    warmup: LoadedProblems | None
+    """Where the warm-up learns from a file of its own."""
+
+
+@dataclass(frozen=True)
 class RunProblems:
     """What is trained on, evaluated on and learned in the warm-up."""
 
@@ -19,33 +31,33 @@ class RunProblems:
     test: list[Problem]
     learned: list[Problem]
     """The warm-up's problems, each with a solution; empty without a warm-up."""
-    scored: dict[Path, LoadedProblems]
-    """The files of train and test."""
     skipped_rows: int
 
 
-def read_problems(cfg: RunConfig, run: RunFolder, made: Mapping[str, list[Problem]]) -> RunProblems:
-    """The config's problems, checked. made: the splits that are not in their files yet.
-
-    Raises UserError for a file that cannot be read, and for problems that the run could not use."""
-    files = _problem_files(cfg.data, run, made)
-    train_file, test_file = files.get("train"), files["test"]
-    if train_file is None and cfg.algorithm != NONE:
+def read_problems(cfg: RunConfig, run: RunFolder, made: Mapping[str, list[Problem]]) -> ProblemFiles:
+    """The config's problems. made: the splits that are not in their files yet. Raises UserError for a file that cannot
+    be read."""
+    paths = _problem_files(cfg.data, run, made)
+    if "train" not in paths and cfg.algorithm != NONE:
         raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
 
     def load(split: str) -> LoadedProblems:
-        return LoadedProblems(list(made[split]), []) if split in made else load_problems(files[split], cfg.data, split)
+        return LoadedProblems(list(made[split]), []) if split in made else load_problems(paths[split], cfg.data, split)
 
-    scored = {files[split]: load(split) for split in (("train", "test") if train_file else ("test",))}
-    loaded, warmup_file = dict(scored), files.get("warmup", train_file)
-    if cfg.sft.steps and warmup_file not in loaded:
-        loaded[warmup_file] = load("warmup")
+    scored = {paths[split]: load(split) for split in ("train", "test") if split in paths}
+    has_own = cfg.sft.steps and "warmup" in paths and paths["warmup"] not in scored
+    return ProblemFiles(paths, scored, load("warmup") if has_own else None)
+
+
+def run_problems(cfg: RunConfig, files: ProblemFiles) -> RunProblems:
+    """The problems that are used, checked. Raises UserError for those that the run could not use."""
+    of_file, paths = files.scored, files.paths
+    learns_from = files.warmup or of_file.get(paths.get("warmup", paths.get("train")))
     read = RunProblems(
-        train=loaded[train_file].problems if train_file else [],
-        test=loaded[test_file].problems[: cfg.evaluation.limit],
-        learned=loaded[warmup_file].problems if cfg.sft.steps else [],
-        scored=scored,
-        skipped_rows=sum(len(file.skipped) for file in loaded.values()),
+        train=of_file[paths["train"]].problems if "train" in paths else [],
+        test=of_file[paths["test"]].problems[: cfg.evaluation.limit],
+        learned=learns_from.problems if cfg.sft.steps else [],
+        skipped_rows=sum(len(file.skipped) for file in [*of_file.values(), *filter(None, [files.warmup])]),
     )
     _check_problems(read.train, read.test, read.learned, cfg.evaluation.tuning_problems)
     return read

@@ -175,14 +175,20 @@ def test_a_folder_has_one_split_and_lines_may_be_in_a_file_named_json(tmp_path: 
             write(tmp_path / layout / name, ROWS)
         with pytest.raises(UserError, match="has files of the splits test and train; name those of one"):
             load_problems(tmp_path / layout, DataConfig(columns=NAMED))
+    (tmp_path / "one" / "eval").mkdir(parents=True)
+    write(tmp_path / "one" / "eval" / "test.jsonl", ROWS)
+    assert len(load_problems(tmp_path / "one", DataConfig(columns=NAMED)).problems) == len(ROWS)
 
 
-def test_an_object_of_several_lines_with_a_mistake_is_one_bad_row(tmp_path: Path):
-    for name, text in (("1", json.dumps(ROWS[0])), ("2", '{\n "problem": "x",\n "gold": "1",\n "gold": "2"\n}')):
+def test_an_object_of_several_lines_with_a_mistake_is_one_bad_row_and_so_is_a_line_of_many(tmp_path: Path):
+    good = json.dumps(ROWS[0])
+    bad_line = f'{{"problem": "x", "gold": "1",}}\n{good}\n{good}'
+    for name, text in (("1", good), ("2", '{\n "problem": "x",\n "gold": "1",\n "gold": "2"\n}'), ("3", bad_line)):
         (tmp_path / f"{name}.json").write_text(text)
     loaded = load_problems(tmp_path, DataConfig(columns=NAMED, on_bad_rows="skip"))
-    assert len(loaded.problems) == 1
-    assert loaded.skipped == [f'{tmp_path}/2.json: has the key "gold" twice; keep one of the two']
+    assert len(loaded.problems) == 3
+    assert loaded.skipped[0] == f'{tmp_path}/2.json: has the key "gold" twice; keep one of the two'
+    assert loaded.skipped[1].startswith(f"{tmp_path}/3.json:1: is not valid JSON")
 
 
 def test_a_list_is_one_problem_in_each_row_and_one_that_is_cut_is_not_valid_json(tmp_path: Path):

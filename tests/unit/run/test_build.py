@@ -147,6 +147,12 @@ def test_a_row_that_is_bad_or_does_not_fit_the_model_is_reported_with_its_file_a
     assert f"{tmp_path / file}.jsonl:4: " in message and all(word in message for word in words)
 
 
+def test_problems_that_cannot_be_scored_are_bad_rows_too(tmp_path: Path, own_files):
+    rows = [*ROWS[:2], {"question": "one of three?", "answer": "1/3", "solution": "A third."}]
+    data = load(tmp_path, *own_files(train=rows, test=ROWS[2:]), "data.on_bad_rows=skip", "rewards.verifier=math")
+    assert (len(data.train), len(data.solutions), data.skipped_rows) == (2, 2, 1)
+
+
 @pytest.mark.parametrize(("tested", "words"), [
     (ROWS[2:3], "1 of the 1 test problems are train problems, too (the first is {}/test.jsonl:1, as {}/train.jsonl:3)"),
     ([ROWS[4], {**ROWS[0], "question": "\n0 + 1\n"}, ROWS[1]], "2 of the 3 test problems"),
