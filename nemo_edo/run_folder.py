@@ -34,6 +34,7 @@ SKIPPING = ("guards.on_grad_norm_spike", "guards.grad_norm_spike")
 """The guards that change numbers, where the first is skip: they say which steps are taken."""
 ANSWERING = ("generation.servers.model", "generation.servers.chat")
 """Settings that say which model of an endpoint answers, and to what: another one's responses are no part of the run."""
+ENDPOINTS = "generation.servers.urls"
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
 SUMMARY, SAMPLES = "summary.json", "samples.json"
 TRACKED = "trackers.json"
@@ -157,6 +158,10 @@ class RunFolder:
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
         fixed = (*ANSWERING, *SKIPPING) if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ANSWERING
+        if ENDPOINTS in here.get("allow_changed", ()):
+            fixed = tuple(key for key in fixed if key not in ANSWERING)
+        elif None in (there.get(ANSWERING[0]), here.get(ANSWERING[0])):  # the servers are asked, and compared later
+            fixed = tuple(key for key in fixed if key != ANSWERING[0])
         different = sorted(key for key in changed if key in fixed or not f"{key}.".startswith(free))
         if different:
             key = different[0]

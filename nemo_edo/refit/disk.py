@@ -129,7 +129,7 @@ class DiskSync:
     def release(self) -> None:
         """``WeightSync``. Sleeping servers lose their weights."""
         if self.sleep is not None:
-            self.sleep.begin(self.engine.replicas)
+            self.sleep.begin([replica for replica in self.engine.replicas if not replica.has_ended])
             self._version = None
 
     def restore(self, replica: Replica) -> None:

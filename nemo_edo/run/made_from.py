@@ -10,12 +10,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from nemo_edo.errors import UserError
+from nemo_edo.run_folder import ENDPOINTS
 from nemo_edo.utils.files import checksum
 from nemo_edo.utils.wording import did_you_mean
 
 READERS = 8
 """Threads that read contents."""
-SERVERS = "generation.servers.urls"
 
 Stamp = tuple[int, int, int]
 """A file's size and the times of its last change, in nanoseconds: of its content, and of anything about it."""
@@ -35,7 +35,7 @@ class MadeFrom:
     ) -> None:
         """noted: what a run that resumes has noted. allowed, harmless: settings whose files may have changed; a change
         of what is harmless reaches no number of the run. Raises UserError for any other change."""
-        if unknown := set(allowed) - files.keys() - noted.keys() - {SERVERS}:
+        if unknown := set(allowed) - files.keys() - noted.keys() - {ENDPOINTS}:
             name = min(unknown)
             raise UserError(f"allow_changed has {name!r}, which is no input of this run{did_you_mean(name, files)}")
         self.changed: list[str] = []
@@ -108,11 +108,14 @@ def require_noted(name: str, path: Path, noted: Notes) -> None:
 
 
 def require_served(noted: str | None, served: str, allowed: Sequence[str]) -> None:
-    """Raises UserError where servers have another model than the run noted."""
-    if noted not in (None, served) and SERVERS not in allowed:
+    """Raises UserError where servers have another model than the run noted, if they told it then. Each is ``NAME
+    (ROOT)``; a server that need not tell the root has the name twice."""
+    roots = {text.partition(" (")[0]: text.partition(" (")[2][:-1] for text in (noted or served, served)}
+    tells_no_root = len(roots) == 1 and any(f"{name} ({name})" in (noted, served) for name in roots)
+    if noted and noted != served and not tells_no_root and ENDPOINTS not in allowed:
         raise UserError(
-            f"{SERVERS}: the servers have {served}, and had {noted} when the run began: serve that model, choose "
-            f"another name=..., or resume all the same with allow_changed=[{SERVERS}]"
+            f"{ENDPOINTS}: the servers have {served}, and had {noted} when the run began: serve that model, choose "
+            f"another name=..., or resume all the same with allow_changed=[{ENDPOINTS}]"
         )
 
 

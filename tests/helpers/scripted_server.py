@@ -43,6 +43,10 @@ class ScriptedReplica:
     is_running: bool = True
 
     @property
+    def has_ended(self) -> bool:
+        return not self.is_running
+
+    @property
     def has_worker_extension(self) -> bool:
         return self.is_managed
 

@@ -186,6 +186,16 @@ def test_servers_on_the_trainers_gpus_sleep_and_wake_in_two_steps_around_the_wei
         {"tags": "weights"}, {"tags": "kv_cache"}]  # fmt: skip
 
 
+def test_a_server_that_has_ended_is_not_asked_to_sleep(sync_of):
+    server = ScriptedReplica()
+    _, sync = sync_of(server, sleep=sleeping(server))
+    sync.push(1)
+    server.stop()
+    server.asked.clear()
+    sync.release()
+    assert server.paths() == ["frees its cache", "frees its cache"]
+
+
 def test_servers_that_are_awake_make_room_for_other_weights_first(sync_of):
     """As after a training that ended early, whose policy is then evaluated."""
     server = ScriptedReplica()

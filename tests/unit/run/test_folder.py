@@ -20,7 +20,8 @@ from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run_folder import NEW, REPLACEMENT, NewEvaluations, RunFolder
+from nemo_edo.run.made_from import require_served
+from nemo_edo.run_folder import ENDPOINTS, NEW, REPLACEMENT, NewEvaluations, RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
 ONE = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
@@ -162,13 +163,25 @@ def test_settings_that_change_no_number_but_by_rounding_may_change_and_are_writt
     assert (tmp_path / "a" / "config.yaml").read_text() == resolved_yaml(other)
 
 
-def test_another_model_of_an_endpoint_is_another_run(tmp_path: Path):
+def test_another_model_of_an_endpoint_is_another_run_unless_that_is_allowed(tmp_path: Path):
     there, here = ({"generation": {"servers": {"urls": [url], "model": model}}}
                    for url, model in (("http://a", "one"), ("http://b", "two")))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(there))
     RunFolder(tmp_path).check_free(yaml.safe_dump({"generation": {"servers": {"urls": ["http://b"], "model": "one"}}}))
     with pytest.raises(UserError, match="generation.servers.model is 'one' there and 'two' here"):
         RunFolder(tmp_path).check_free(yaml.safe_dump(here))
+    RunFolder(tmp_path).check_free(yaml.safe_dump(here | {"allow_changed": [ENDPOINTS]}))
+    del here["generation"]["servers"]["model"]  # asked of the server, which tells which model it has
+    RunFolder(tmp_path).check_free(yaml.safe_dump(here))
+
+
+@pytest.mark.parametrize(("noted", "served", "is_same"), [
+    (None, "m (root)", True), ("", "m (m)", True), ("m (root)", "m (root)", True), ("m (m)", "m (a (b))", True),
+    ("m (root)", "m (m)", True), ("m (root)", "m (other)", False), ("n (n)", "m (m)", False)])
+def test_a_served_model_is_the_noted_one_by_its_root_where_both_sides_tell_it(noted, served, is_same):
+    with nullcontext() if is_same else pytest.raises(UserError, match="serve that model"):
+        require_served(noted, served, [])
+    require_served(noted, served, [ENDPOINTS])
 
 
 @pytest.mark.parametrize(("there", "here", "told"), [
