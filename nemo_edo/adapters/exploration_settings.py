@@ -2,7 +2,7 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -45,7 +45,8 @@ WHOLE = {"top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0), "re
 SETTINGS = ("exploration_coefficient", "log_ratio_floor")
 
 
-def refuse_near_misses(keys: Iterable[object], prefix: str) -> None:
+@cache  # slime asks in every micro-batch, with more than a thousand keys
+def refuse_near_misses(keys: frozenset[object], prefix: str) -> None:
     """Raises ValueError for a key that looks like a setting's: some trainers keep keys that they do not know."""
     for key in set(map(str, keys)) - set(SETTINGS):
         if near := get_close_matches(key, SETTINGS, 1, 0.8):

@@ -90,7 +90,7 @@ class EDGRPOLossFn(ClippedPGLossFn):
 def exploration_of(cfg: ClippedPGLossConfig) -> ExplorationSettings:
     """The settings in ``loss_fn``. Raises ValueError where the coefficient is missing, a value is refused, or another
     key looks like one of them: NeMo-RL keeps keys that it does not know."""
-    keys = cfg if isinstance(cfg, Mapping) else getattr(cfg, "model_extra", None) or vars(cfg)
+    keys = frozenset(cfg if isinstance(cfg, Mapping) else getattr(cfg, "model_extra", None) or vars(cfg))
     refuse_near_misses(keys, "loss_fn.")
     coefficient = _field(cfg, "exploration_coefficient")
     if coefficient is None:

@@ -33,7 +33,7 @@ def ed_grpo_loss(ctx: LossContext) -> tuple[Tensor, dict[str, float]]:
     warn_of_untested("rllm")
     if "exploration_coefficient" not in ctx.params:
         raise ValueError(f"algorithm.loss_params.exploration_coefficient is missing: set it with loss_fn={LOSS}")
-    refuse_near_misses(ctx.params, "algorithm.loss_params.")
+    refuse_near_misses(frozenset(ctx.params), "algorithm.loss_params.")
     exploration = ExplorationSettings(ctx.params["exploration_coefficient"], ctx.params.get("log_ratio_floor"))
     base = ctx.params.get("base_loss", "ppo_clip")
     if base == LOSS:

@@ -30,7 +30,7 @@ def ed_grpo_loss(
     warn_of_untested("slime")
     if not hasattr(args, "exploration_coefficient"):
         raise ValueError("exploration_coefficient is missing: set it in the YAML file of --custom-config-path")
-    refuse_near_misses(vars(args), "")
+    refuse_near_misses(frozenset(vars(args)), "")
     exploration = ExplorationSettings(args.exploration_coefficient, getattr(args, "log_ratio_floor", None))
     samples = args.rollout_batch_size * args.n_samples_per_prompt
     exploration.require_several_steps(

@@ -59,10 +59,7 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
     """The job for a config, or for a sweep. Raises ConfigError or UserError where it cannot run; writes nothing."""
     # The run's folder is an absolute path: jobs may start in another folder.
     if multirun:
-        named = [override for override in overrides if override.lstrip("+").startswith("output_dir=")]
-        given = compose_incomplete(config_name, named, config_dir)[0].output_dir
-        overrides = [*overrides, f"output_dir={quoted(str(Path(given).resolve()))}"]
-        sweep = plan_sweep(config_name, overrides, config_dir)
+        sweep = plan_sweep(config_name, overrides, config_dir, absolute=True)
         cfg, folder = sweep.cells[0].cfg, sweep.folder
         configs = [cell.cfg for cell in sweep.cells]
         if any(one.cluster != cfg.cluster for one in configs):
@@ -76,8 +73,8 @@ def plan(config_name: str, overrides: Sequence[str], config_dir: str | None, *, 
         if not waiting:
             raise UserError(f"nothing is left to run: {members[0].run} and all others are finished")
     else:
-        cfg = compose_run(config_name, list(overrides), config_dir)
-        cfg = replace(cfg, output_dir=str(Path(cfg.output_dir).resolve()))
+        output_dir = Path(compose_run(config_name, list(overrides), config_dir).output_dir).resolve()
+        cfg = compose_run(config_name, [*overrides, f"output_dir={quoted(str(output_dir))}"], config_dir)
         sweep, configs = None, [cfg]
         run, config = RunFolder(Path(cfg.output_dir) / cfg.name), resolved_yaml(cfg)
         run.check_free(config)

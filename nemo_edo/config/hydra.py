@@ -147,7 +147,7 @@ def compose_values(
 def quoted(text: str) -> str:
     """A text for Hydra's override grammar, whatever commas and equal signs are in it."""
     escaped = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
+    return "'" + re.sub(r"(\\+)\Z", r"\1\1", escaped) + "'"
 
 
 def parse_overrides(overrides: Sequence[str], texts: Collection[str]) -> list[Override]:

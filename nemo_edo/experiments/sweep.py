@@ -37,10 +37,13 @@ class SweepGrid(Grid):
     cells: tuple[Cell, ...]
 
 
-def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | None = None) -> SweepGrid:
+def plan_sweep(
+    config_name: str, overrides: Sequence[str], config_dir: str | None = None, *, absolute: bool = False
+) -> SweepGrid:
     """The runs of a sweep: every combination of the values that overrides list, in Hydra's sweep syntax.
 
-    ``KEY=A,B``, ``KEY=choice(A,B)`` and ``KEY=range(START,STOP,STEP)``; the last key varies fastest. Raises
+    ``KEY=A,B``, ``KEY=choice(A,B)`` and ``KEY=range(START,STOP,STEP)``; the last key varies fastest. absolute: whether
+    the runs' output_dir is an absolute path, for those that start in another folder. Raises
     ``ConfigError`` where nothing is swept or any run's config is wrong, and ``UserError`` where a run's folder
     belongs to another run: before the first one starts.
     """
@@ -54,7 +57,8 @@ def plan_sweep(config_name: str, overrides: Sequence[str], config_dir: str | Non
         if given[override.key_or_group] > 1:
             raise bad_override(override, f"{override.key_or_group} is given twice; give it once")
     first = compose_run(config_name, list(combinations[0]), config_dir)
-    folder = Path(first.output_dir) / first.name
+    output_dir = Path(first.output_dir)
+    folder = (output_dir.resolve() if absolute else output_dir) / first.name
     if (folder / CONFIG).is_file():
         raise UserError(f"{folder} is the folder of a single run; choose another name=... for the sweep")
     names, cells = _names([[one[place] for place in swept] for one in combinations]), []
@@ -94,7 +98,7 @@ def _choices(override: Override) -> list[str]:
         raise ConfigError(f"{place}: a sweep's members are named after their other settings; give one value")
     if not override.is_discrete_sweep() or override.value_type is ValueType.GLOB_CHOICE_SWEEP:
         raise ConfigError(f"{place}: list the values, as in KEY=A,B, KEY=choice(A,B) or KEY=range(START,STOP,STEP)")
-    values = zip(override.sweep_iterator(Transformer.identity), override.sweep_string_iterator(), strict=True)
+    values = [(value, Transformer.str(value)) for value in override.sweep_iterator(Transformer.identity)]
     # Hydra's own text of a value has backslashes, which a setting that is a text would keep.
     written = (quoted(value) if type(value) is str and value != text else text for value, text in values)
     choices = [f"{override.get_key_element()}={value}" for value in written]

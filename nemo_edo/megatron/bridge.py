@@ -97,7 +97,7 @@ def _check_conversion(folder: Path, fields: dict[str, Any], parallelism: Paralle
     bridge = AutoBridge.from_hf_config(config)._model_bridge
     provider = check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
     check_context_parallel(provider, parallelism)
-    check_tensor_parallel(fields["model_type"], parallelism)
+    check_tensor_parallel(fields["model_type"], provider, parallelism)
     return check_weights(folder, config, bridge.mapping_registry())
 
 

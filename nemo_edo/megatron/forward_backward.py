@@ -195,7 +195,7 @@ UNEQUAL = 1e-2
 
 
 def _have_equal_copies(chunks: list[MegatronModule]) -> bool:
-    """Whether the gradients could be compared, which are not all finite in some steps. Raises UserError where
+    """Whether the gradients could be compared, which in some steps are 0 or not all finite. Raises UserError where
     tensor-parallel ranks have different gradients of a weight that each of them has whole: layers of a family that do
     not add up the ranks' parts would let the copies drift apart, and no log-probability shows it before."""
     group = parallel_state.get_tensor_model_parallel_group()
@@ -221,7 +221,7 @@ def _have_equal_copies(chunks: list[MegatronModule]) -> bool:
             f"tensor-parallel ranks have different gradients of {different[0]}, of which each has all: the layers of "
             "this model do not add up the ranks' parts; set parallelism.tensor_model_parallel_size=1"
         )
-    return bool(most.isfinite().all())
+    return bool(most.isfinite().all() and most.any())
 
 
 def _means(totals: dict[str, tuple[float, float]], loss_counts: Mapping[str, float]) -> dict[str, float]:

@@ -112,10 +112,11 @@ UNSPLIT = {  # by model_type: families with weights whose gradients Bridge's lay
 }
 
 
-def check_tensor_parallel(model_type: str, parallelism: ParallelismConfig) -> None:
+def check_tensor_parallel(model_type: str, config: TransformerConfig, parallelism: ParallelismConfig) -> None:
     """Raises UserError where each of the ranks that share layers would have a part of a weight's gradient."""
     size, key = parallelism.tensor_model_parallel_size or 1, "parallelism.tensor_model_parallel_size"
-    if size > 1 and model_type in UNSPLIT:
+    is_split = model_type.startswith("gemma4") and config.num_moe_experts  # those with experts are other classes
+    if size > 1 and model_type in UNSPLIT and not is_split:
         raise UserError(
             f"{key} {size}: Megatron-Bridge's layers of model_type {model_type} have {UNSPLIT[model_type]}, which "
             "ranks do not share; set it to 1"

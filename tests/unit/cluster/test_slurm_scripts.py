@@ -373,6 +373,16 @@ def test_a_sweep_whose_members_need_other_nodes_is_no_one_job(tmp_path, override
         plan(tmp_path, *overrides, multirun=True)
 
 
+@pytest.mark.parametrize("multirun", [False, True])
+def test_what_a_config_says_of_its_output_folder_is_absolute_too(tmp_path, monkeypatch, multirun):
+    monkeypatch.chdir(tmp_path)
+    launch = launching.plan("quickstart", [
+        "cluster=slurm", "output_dir=out/${name}", "name=foo", "cluster.shared_folder=${output_dir}",
+        *(["seed=1,2"] if multirun else [])], None, multirun=multirun)  # fmt: skip
+    assert launch.cfg.cluster.shared_folder == launch.cfg.output_dir
+    assert launch.members[0].run == tmp_path / "out" / "foo" / "foo" / ("seed=1" if multirun else "")
+
+
 def test_a_jobs_folder_is_the_one_that_is_given_and_one_that_a_container_can_mount(tmp_path):
     elsewhere = launching.plan("quickstart", ["cluster=slurm", f"++output_dir={tmp_path}"], None, multirun=False)
     assert elsewhere.folder.is_relative_to(tmp_path)

@@ -44,6 +44,9 @@ def test_texts_of_a_sweep_are_as_they_were_given():
                  "data.test=/t").cells  # fmt: skip
     assert [cell.cfg.data.system_prompt for cell in cells[::2]] == texts
     assert [cell.cfg.data.benchmark for cell in cells[:2]] == [None, "math"]
+    for _ in range(8):  # in any order, each value is there
+        cells = plan("data.system_prompt=shuffle(a,'b','1')").cells
+        assert {cell.cfg.data.system_prompt for cell in cells} == {"a", "b", "1"}
 
 
 @pytest.mark.parametrize(("overrides", "complaint"), [

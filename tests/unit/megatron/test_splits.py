@@ -85,12 +85,15 @@ def test_cuda_means_the_cpu_and_a_block_that_names_a_device_still_does():
 
 @pytest.mark.parametrize(("family", "told"), [
     ("minimax_m2", "norms over all heads, which ranks do not share; set it to 1"), ("olmoe", "set it to 1"),
+    ("gemma4", "norms of queries and keys"),
     ("qwen3_next", "needs parallelism.sequence_parallel")])
 def test_families_whose_ranks_would_each_have_a_part_of_a_gradient_are_refused(family: str, told: str):
-    check_tensor_parallel(family, ParallelismConfig())
-    check_tensor_parallel("llama", ParallelismConfig(tensor_model_parallel_size=2))
+    dense, moe = (SimpleNamespace(num_moe_experts=experts) for experts in (None, 8))
+    check_tensor_parallel(family, dense, ParallelismConfig())
+    check_tensor_parallel("llama", dense, ParallelismConfig(tensor_model_parallel_size=2))
+    check_tensor_parallel("gemma4", moe, ParallelismConfig(tensor_model_parallel_size=2))
     with pytest.raises(UserError, match=f"tensor_model_parallel_size 2.*{told}"):
-        check_tensor_parallel(family, ParallelismConfig(tensor_model_parallel_size=2))
+        check_tensor_parallel(family, dense, ParallelismConfig(tensor_model_parallel_size=2))
 
 
 @pytest.mark.parametrize(("model", "named"), [
