@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from math import comb
 from pathlib import Path
 
@@ -113,39 +114,31 @@ def solution_path(*, question: str, text: str) -> tuple[tuple[int, int], ...] | 
     """Which numbers were merged: the sorted merges, each the sorted pair of its summands, so that neither the order of
     independent lines nor that of summands makes another path: n distinct operands have at most (2n - 3)!! paths. None
     unless each line merges two numbers that are left and the last result is the answer, right or wrong."""
-    left = Counter(int(operand) for operand in question.split(" + "))
     *lines, last = text.strip().split("\n")
-    merges = []
-    for line in lines:
-        match = _STEP.fullmatch(line)
-        if match is None:
-            return None
-        first, second, total = (int(number) for number in match.groups())
-        left.subtract((first, second))
-        if min(left.values()) < 0:
-            return None
-        left[total] += 1
-        merges.append((min(first, second), max(first, second)))
-    return tuple(sorted(merges)) if left.total() == 1 and last == f"#### {next(left.elements())}" else None
+    merges, end = _merges(question, lines, right=False)
+    return tuple(sorted(merges)) if len(merges) == len(lines) and last == end else None
 
 
 def first_wrong_step(question: str, steps: Sequence[str]) -> int | None:
     """The index of the first step that is wrong; None where all are right, whether or not they lead to the end. A step
     is right if it adds two remaining numbers correctly, or ends with the only remaining number as the answer."""
-    left, ended = Counter(int(operand) for operand in question.split(" + ")), False
-    for index, step in enumerate(steps):
-        match = None if ended else _STEP.fullmatch(step)
-        if match is None:
-            ended = not ended and left.total() == 1 and step == f"#### {next(left.elements())}"
-            if not ended:
-                return index
-            continue
+    merges, end = _merges(question, steps, right=True)
+    right = len(merges) + (list(steps[len(merges) :][:1]) == [end])
+    return right if right < len(steps) else None
+
+
+def _merges(question: str, steps: Sequence[str], *, right: bool) -> tuple[list[tuple[int, int]], str | None]:
+    """The merges of the first steps that each take two remaining numbers (right: and add them correctly), and the line
+    that states the only number after them; None where several are left."""
+    left, merges = Counter(int(operand) for operand in question.split(" + ")), []
+    for match in takewhile(bool, map(_STEP.fullmatch, steps)):
         first, second, total = (int(number) for number in match.groups())
         left.subtract((first, second))
-        if min(left.values()) < 0 or first + second != total:
-            return index
+        if min(left.values()) < 0 or (right and first + second != total):
+            break
         left[total] += 1
-    return None
+        merges.append((min(first, second), max(first, second)))
+    return merges, f"#### {next(left.elements())}" if left.total() == 1 else None
 
 
 def unordered(first: int, second: int) -> str:

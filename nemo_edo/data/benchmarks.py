@@ -69,14 +69,6 @@ def _gsm8k_gold(values: Mapping[str, Any]) -> Gold:
     return question, solution, final_answer(solution), NUMBER
 
 
-def _stated_gold(values: Mapping[str, Any]) -> Gold:
-    """A column with the answer only; the solution, if there is one, in another column."""
-    question, answer = text_of(values["question"], "question"), clean_answer(str(values["answer"]))
-    answer = _BOXED.extract(answer) or answer
-    solution = values.get("solution") or f"The final answer is ${answer}$."
-    return question, text_of(solution, "solution"), answer, MATH
-
-
 def _aime_gold(values: Mapping[str, Any]) -> Gold:
     """Answers are whole numbers from 0 to 999, in some copies with a unit, or in the solution's box alone."""
     question, solution, answer, kind = _stated_or_boxed_gold(values)
@@ -88,12 +80,14 @@ def _aime_gold(values: Mapping[str, Any]) -> Gold:
 
 def _stated_or_boxed_gold(values: Mapping[str, Any]) -> Gold:
     """The stated answer, or MATH's: the last box of the solution."""
-    if values["answer"] is not None:
-        return _stated_gold(values)
-    if values["solution"] is None:
+    question, answer, solution = text_of(values["question"], "problem"), values["answer"], values["solution"]
+    if answer is not None:
+        answer = clean_answer(str(answer))
+        answer = _BOXED.extract(answer) or answer
+        return question, text_of(solution or f"The final answer is ${answer}$.", "solution"), answer, MATH
+    if solution is None:
         raise RowError(f'has neither "solution" nor "answer"; {NAME_COLUMNS}')
-    question, solution = text_of(values["question"], "problem"), text_of(values["solution"], "solution")
-    answer = _BOXED.extract(solution)
+    answer = _BOXED.extract(text_of(solution, "solution"))
     if answer is None:
         raise RowError('"solution" has no \\boxed{} answer whose braces close')
     return question, solution, answer, MATH
@@ -175,7 +169,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
         Benchmark(
             "math500", "MATH500", "HuggingFaceH4/MATH-500", {"test": 500},
-            {"question": ("problem",), "solution": ("solution",), "answer": ("answer",)}, _stated_gold,
+            {"question": ("problem",), "solution": ("solution",), "answer": ("answer",)}, _stated_or_boxed_gold,
             "final_answer_is", "MIT (MATH's)",
         ),
         Benchmark(

@@ -22,13 +22,7 @@ from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, Precisio
 from nemo_edo.data.model_folder import check_files, read_fields, unread_files
 from nemo_edo.errors import UserError
 from nemo_edo.megatron import lora as adapters
-from nemo_edo.megatron.layer_spec import (
-    check_family,
-    check_tensor_parallel,
-    mark_parameters,
-    set_latent_norms,
-    set_layer_spec,
-)
+from nemo_edo.megatron.layer_spec import check_family, check_tensor_parallel, correct_layers, set_layer_spec
 from nemo_edo.megatron.precision import DTYPES, check_dimensions, check_fp8_support
 from nemo_edo.megatron.precision import configure as configure_precision
 from nemo_edo.megatron.splits import check_adapters, check_context_parallel, check_device, check_splits
@@ -130,8 +124,7 @@ def build_model(
     provider = _provider(bridge, parallelism, precision)
     set_layer_spec(provider, attention, device)
     provider.register_pre_wrap_hook(partial(check_mapped, source, bridge), prepend=True)
-    provider.register_pre_wrap_hook(set_latent_norms)
-    provider.register_pre_wrap_hook(mark_parameters)
+    provider.register_pre_wrap_hook(correct_layers)
     lora = lora if lora and lora.rank else None
     if lora:
         check_adapters(lora, provider, parallelism.tensor_model_parallel_size)

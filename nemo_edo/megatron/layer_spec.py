@@ -169,21 +169,15 @@ def local_layer_spec(
     return block
 
 
-def set_latent_norms(chunks: list[MegatronModule]) -> list[MegatronModule]:
-    """The chunks, whose latent norms get the eps that transformers' have, whatever rms_norm_eps is. With Transformer
-    Engine some norms are inside the layer that follows."""
-    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MLASelfAttention)):
-        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
-            if hasattr(part := getattr(layer, name, None), "eps"):
-                part.eps = 1e-6
-    return chunks
-
-
-def mark_parameters(chunks: list[MegatronModule]) -> list[MegatronModule]:
-    """The chunks with marks that Megatron lacks. Experts' output biases are reduced over the experts' ranks alone: its
-    mark of sequence parallelism would add them up over tensor-parallel ranks as well. An attention's sinks are those of
-    a rank's heads: without a mark, the gradient norm counts the first rank's."""
+def correct_layers(chunks: list[MegatronModule]) -> list[MegatronModule]:
+    """The chunks with what Megatron lacks. Latent norms get the eps that transformers' have, whatever rms_norm_eps is;
+    with Transformer Engine some norms are inside the layer that follows. Experts' output biases are reduced over the
+    experts' ranks alone: its mark of sequence parallelism would add them up over tensor-parallel ranks as well. An
+    attention's sinks are those of a rank's heads: without a mark, the gradient norm counts the first rank's."""
     for module in (module for chunk in chunks for module in chunk.modules()):
+        for name in ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj"):
+            if isinstance(module, MLASelfAttention) and hasattr(part := getattr(module, name, None), "eps"):
+                part.eps = 1e-6
         if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
             module.bias.sequence_parallel = False
         sinks: Any = getattr(module, "softmax_offset", None)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nemo_edo.config import ScoreConfig
 from nemo_edo.data.batching import minibatches
+from nemo_edo.data.shares import MicroBatching, plan_micro_batches
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS
 from nemo_edo.reward_models.formats import (
@@ -92,10 +93,15 @@ class ProcessRewardModel:
 def computed(
     network: PreTrainedModel, parts: Iterable[Encoded], batch_tokens: int
 ) -> Iterator[tuple[Encoded, Tensor, Tensor]]:
-    """Each sequence with its margins [steps] float64 and its embeddings [steps, D], as ``_batches`` puts them."""
+    """Each sequence with its margins [steps] float64 and its embeddings [steps, D], the longest first, in batches of at
+    most ``batch_tokens`` with padding, or of as many as the longest has."""
     from nemo_edo.reward_models.heads import features, margins
 
-    for batch in _batches(parts, batch_tokens):
+    longest_first = sorted(parts, key=lambda part: (-len(part.ids), part.ids, part.ends))
+    lengths = [len(part.ids) for part in longest_first]
+    how = MicroBatching(len(lengths) or 1, max([batch_tokens, *lengths[:1]]))
+    for places in plan_micro_batches(lengths, how, ranks=1)[0]:
+        batch = [longest_first[place] for place in places]
         ids, mask = padded([part.ids for part in batch], network.config.pad_token_id or 0)  # any id: padding is masked
         rows = torch.tensor([row for row, part in enumerate(batch) for _ in part.ends])
         ends = torch.tensor([end for part in batch for end in part.ends])
@@ -144,18 +150,6 @@ def require_fitting(
             f"{len(places)} of {len(encoded)} {what} are longer than the reward model's context of {limit} tokens (the "
             f"longest has {longest}); use a model with a longer one, or {remedy}"
         )
-
-
-def _batches(parts: Iterable[Encoded], batch_tokens: int) -> Iterator[list[Encoded]]:
-    """The sequences, longest first, in batches of at most ``batch_tokens`` with padding; a longer one is a batch."""
-    batch: list[Encoded] = []
-    for part in sorted(parts, key=lambda part: (-len(part.ids), part.ids, part.ends)):
-        if batch and (len(batch) + 1) * len(batch[0].ids) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(part)
-    if batch:
-        yield batch
 
 
 def padded(rows: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:

@@ -261,7 +261,11 @@ class SearchStore:
         """What there is, by problem. Raises UserError where a file is damaged, or was made with something else."""
         records = {}
         for file in self.table.files():
-            found, there = self.read(file)
+            rows, metadata = self.table.read(file)
+            try:
+                found, there = [SearchRecord(**row) for row in rows], json.loads(metadata[_LABEL])
+            except (KeyError, ValueError) as error:
+                raise UserError(f"{file}: not the results of a search ({error!r}); remove it") from error
             different = sorted(key for key in there | self._label if there.get(key) != self._label.get(key))
             if different:
                 key = different[0]
@@ -278,19 +282,3 @@ class SearchStore:
 
     def write(self, records: Sequence[SearchRecord]) -> Path:
         return self.table.write([asdict(record) for record in records], {_LABEL: json.dumps(self._label)})
-
-    def read(self, path: Path) -> tuple[list[SearchRecord], dict[str, Any]]:
-        """A file's records and label."""
-        rows, metadata = self.table.read(path)
-        try:
-            return [SearchRecord(**row) for row in rows], json.loads(metadata[_LABEL])
-        except (KeyError, ValueError) as error:
-            raise UserError(f"{path}: not the results of a search ({error!r}); remove it") from error
-
-
-def read_results(folder: str | Path) -> list[SearchRecord]:
-    """The records of a finished search. Raises UserError where there are none, or they are damaged."""
-    store = SearchStore(folder, {})
-    if not store.table.path.is_file():
-        raise UserError(f"{store.table.path} is missing: the search has not finished")
-    return store.read(store.table.path)[0]

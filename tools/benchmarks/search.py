@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import plotly.graph_objects as go
+import pyarrow.parquet as pq
 
 from nemo_edo.config.compose import compose_run
 from nemo_edo.evaluation.results import START, Evaluation, load_evaluation
@@ -28,7 +29,7 @@ from nemo_edo.metrics import paired_share_interval, share_interval
 from nemo_edo.report.plotting import COLORS, DASHES, FONT, SYMBOLS
 from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run.stored_run import open_run
-from nemo_edo.search.job import SearchRecord, read_results, search
+from nemo_edo.search.job import search
 
 RESAMPLES, SEED = 2000, 0
 COLUMNS = ("method", "setting", "tokens", "accuracy", "low", "high", "difference", "difference_low", "difference_high")
@@ -59,7 +60,7 @@ def searched(runs: Sequence[Path], name: str, folder: str, args: argparse.Namesp
         for run in runs:
             if not is_there(run, own, overrides):
                 search(open_run(run, overrides), None)
-            records.append(read_results(run / "search" / START / own))
+            records.append(pq.read_table(run / "search" / START / own / "results.parquet").to_pydict())
         rewards, tokens = (_mean(records, field) for field in ("reward", "tokens"))
         yield Point(f"SearchLLM/{name}", setting_of(branches, width, exploration), rewards, float(tokens.mean()))
 
@@ -71,9 +72,9 @@ def is_there(run: Path, name: str, overrides: list[str]) -> bool:
     return summary.is_file() and json.loads(summary.read_text(encoding="utf-8"))["settings"] == wanted
 
 
-def _mean(records: Sequence[Sequence[SearchRecord]], field: str) -> np.ndarray:
+def _mean(records: Sequence[dict[str, list]], field: str) -> np.ndarray:
     """[P] the mean over runs."""
-    return np.mean([[getattr(record, field) for record in of_run] for of_run in records], axis=0)
+    return np.mean([of_run[field] for of_run in records], axis=0)
 
 
 def sampled(runs: Sequence[Path], names: Sequence[str], kinds: Sequence[int]) -> Iterator[Point]:

@@ -31,7 +31,7 @@ from nemo_edo.run.metrics_log import MetricsLog
 from nemo_edo.run.policy_evaluation import evaluate_stored
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import RunFolder
-from nemo_edo.search.job import SearchRecord, SearchStore, read_results
+from nemo_edo.search.job import SearchRecord, SearchStore
 from nemo_edo.utils.files import read_object
 
 
@@ -156,7 +156,8 @@ READERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "reward/tokenizer.json": (reward_model, ""),
     "batch.safetensors": (lambda folder: read_batch(folder / "batch.safetensors"), "flipped"),  # has a checksum
     "scores/sampled.parquet": (lambda folder: ScoreStore(folder / "scores").read("sampled"), ""),
-    "search/results.parquet": (lambda folder: read_results(folder / "search"), ""),
+    "search/results.parquet": (
+        lambda folder: SearchStore(folder / "search", {"name": "x"}).found(), "missing, a folder"),
     "judge.sqlite": (ask_cache, "missing"),
 }
 """What reads a file, and the damages that it need not notice: a file may be absent, or begin anew. Parquet has parts

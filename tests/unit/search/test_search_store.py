@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nemo_edo.errors import UserError
-from nemo_edo.search.job import SearchRecord, SearchStore, read_results
+from nemo_edo.search.job import SearchRecord, SearchStore
 
 LABEL = {"search.steps": 4, "search.exploration": 0.1, "reward model": "folder abc"}
 ONE = SearchRecord("p-1", 1.0, "7", True, "correct", True, True, 0.9, "#### 7", 3, 40, 9, 8, 2)
@@ -18,14 +18,12 @@ def test_parts_are_found_again_and_the_whole_takes_their_place(tmp_path: Path):
     assert store.found() == {}
     store.write_part([ONE])
     store.write_part(OTHERS)
-    with pytest.raises(UserError, match="results.parquet is missing"):
-        read_results(tmp_path / "s")
     expected = {record.problem_id: record for record in [ONE, *OTHERS]}
     assert SearchStore(tmp_path / "s", LABEL).found() == expected
     path = store.write([*OTHERS, ONE])
     assert [file.name for file in (tmp_path / "s").iterdir()] == [path.name]
     assert store.found() == expected
-    assert read_results(tmp_path / "s") == [*OTHERS, ONE]
+    assert [*store.found().values()] == [*OTHERS, ONE]
 
 
 @pytest.mark.parametrize(("label", "message"), [
