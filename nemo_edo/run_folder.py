@@ -277,33 +277,16 @@ class RunFolder:
 
     # --- its files -------------------------------------------------------------------------------------------------
 
-    def write_json(self, name: str, value: Any) -> None:
-        """An object gets its checksum, too, which ``read_json`` verifies."""
-        path = self._inside(name)
+    def write_json(self, name: str | Path, value: Any) -> None:
+        """An object gets its checksum, too, which ``files.read_json`` verifies. name: below the folder's path."""
+        path = self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, files.json_text(value))
 
-    def _inside(self, name: str) -> Path:
-        """Raises UserError for a name that leads out of the folder."""
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise UserError(f"{self.path}: {name!r} leads out of the run's folder")
-        return self.path / name
-
-    def read_json(self, name: str) -> Any:
-        """Raises UserError naming a file that is missing or damaged."""
-        return files.read_json(self.path / name)
-
     def write_evaluation(self, evaluation: Evaluation, iteration: int | None = None) -> None:
-        """``iteration``: of an evaluation before one; None: the final one."""
-        self.write_results(self.evaluation(evaluation.arm, iteration), evaluation)
-
-    def write_results(self, path: Path, evaluation: Evaluation) -> None:
-        """Problem by problem, as ``evaluation.results.load_evaluation`` reads them. path: within the folder."""
-        self.write_json(str(path.relative_to(self.path)), evaluation.record())
-
-    def summary(self, required: Iterable[str] = ()) -> dict[str, Any]:
-        """summary.json, which a finished run has. Raises UserError as ``read_object`` does."""
-        return files.read_object(self.path / SUMMARY, [*required])
+        """Problem by problem, as ``evaluation.results.load_evaluation`` reads it. iteration: of an evaluation before
+        one; None: the final one."""
+        self.write_json(self.evaluation(evaluation.arm, iteration), evaluation.record())
 
     def lines(self, required: Mapping[str, Sequence[str]] | None = None) -> list[dict[str, Any]]:
         """All lines of metrics.jsonl, once they are found to begin with those that were logged by the last stage.

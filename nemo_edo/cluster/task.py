@@ -13,7 +13,6 @@ the URLs of all. The script makes their key, sets it in the environment of serve
 
 import json
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -143,16 +142,9 @@ def report(launch: Path, sweep: Path) -> int:
     missing = {place: name for place, name in names.items() if not RunFolder(sweep / name).is_finished}
     print(f"{len(names) - len(missing)} of {len(names)} members have finished")
     for place, name in missing.items():
-        attempts = sorted((launch / "attempts" / place).glob("*"), key=lambda path: path.stat().st_mtime)
-        print(f"not finished: {name}, see {attempts[-1] if attempts else 'squeue: it never ran'}")
-    if missing:
-        print("the same launch resumes these only")
-    finished = [str(sweep / name) for place, name in names.items() if place not in missing]
-    command = [sys.executable, "-m", "nemo_edo", "report", *finished, "--out", str(sweep / "report.html")]
+        print(f"not finished: {name}, see {launch / 'attempts' / place}; the same launch resumes it")
     sys.stdout.flush()
-    status = subprocess.run(command, check=False).returncode if finished else 0
-    if missing and finished:
-        print(f"the report has the finished members only; to renew it: nemo-edo report {shlex.quote(str(sweep))}")
+    status = subprocess.run([sys.executable, "-m", "nemo_edo", "report", str(sweep)], check=False).returncode
     return status or (1 if missing else 0)
 
 

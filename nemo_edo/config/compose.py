@@ -139,6 +139,13 @@ def arm_configs(
     return arms
 
 
+def final_iteration(cfg: RunConfig, policy: str) -> int:
+    """The number under which a policy's final evaluation is kept: the iterations of its arm, also where fewer were
+    trained (``early_stop``), as the short evaluation before that iteration has the other number."""
+    arms = arm_configs(cfg)
+    return arms[policy].iterations if policy in arms else 0
+
+
 _structured = cache(OmegaConf.structured)
 """A schema's types and defaults, which OmegaConf takes a tenth of a second to read; ``merge`` copies them."""
 

@@ -38,7 +38,8 @@ from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.errors import UserError
 from nemo_edo.experiments import study_table
 from nemo_edo.experiments.grid import Cell, FailedCell, Grid, run_grid
-from nemo_edo.run_folder import RunFolder
+from nemo_edo.run_folder import SUMMARY, RunFolder
+from nemo_edo.utils.files import read_object
 from nemo_edo.utils.wording import did_you_mean
 
 KEEP = ("nothing", "results", "everything")
@@ -216,7 +217,7 @@ class Study(Grid):
 
 
 def _commit(folder: RunFolder) -> str:
-    return folder.summary()["commit"] or ""
+    return read_object(folder.path / SUMMARY, ())["commit"] or ""
 
 
 def run_study(study: Study, *, jobs: int = 1) -> list[FailedCell]:

@@ -22,7 +22,7 @@ from nemo_edo.errors import DamagedFile, UserError
 from nemo_edo.evaluation.results import START, Evaluation, check_arm_names, load_evaluation, require_same_problems
 from nemo_edo.report.run_folders import FoundRuns
 from nemo_edo.run_folder import CONFIG, METRICS, SAMPLES, SKIPPING, SUMMARY, RunFolder
-from nemo_edo.utils.files import flattened, read_mapping, read_text
+from nemo_edo.utils.files import flattened, read_json, read_mapping, read_object, read_text
 
 OF_THE_ARM = ("grpo", "idpo", "algorithm", "arms")
 SAMPLING_OF_THE_ARM = ("samples_per_prompt", "temperature", "top_p")
@@ -125,7 +125,7 @@ class RunRecord:
 def read_run(folder: Path) -> RunRecord:
     """Reads every file of the run folder. Raises UserError naming the file and the line or key that is wrong."""
     run, path = RunFolder(folder), folder / SUMMARY
-    summary = run.summary(_OF_SUMMARY)
+    summary = read_object(path, _OF_SUMMARY)
     _typed(path, summary, _OF_SUMMARY)
     _typed(path, summary["time"], {"total_s": float | int}, "time.")
     check_arm_names(summary["arms"])
@@ -137,7 +137,7 @@ def read_run(folder: Path) -> RunRecord:
     if list(arms) != [REPLICATE]:  # a study trains it by itself: then it is an arm like others
         arms.pop(REPLICATE, None)
         replicate = evaluations.pop(REPLICATE, None)
-    samples, needed = run.read_json(SAMPLES), {"question", "answer"}
+    samples, needed = read_json(folder / SAMPLES), {"question", "answer"}
     if not isinstance(samples, list) or not all(isinstance(one, dict) and needed <= one.keys() for one in samples):
         raise DamagedFile(f"{folder / SAMPLES}: expected problems, each with question and answer")
     parsed = run.lines(REQUIRED_KEYS)

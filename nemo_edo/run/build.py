@@ -7,14 +7,13 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_edo import config
 from nemo_edo.algorithms.collection import Objective
 from nemo_edo.config.generation import PLAIN
-from nemo_edo.config.run import training_seed
 from nemo_edo.data.model_folder import find_model
 from nemo_edo.data.prompts import messages_of, prompt_text
 from nemo_edo.errors import DamagedCheckpoint, UserError
@@ -33,41 +32,6 @@ from nemo_edo.worker.worker import Worker
 if TYPE_CHECKING:
     from nemo_edo.generation.replica import Replica
     from nemo_edo.generation.server_engine import ServerEngine
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """The sections of the config that the stages of a run read; ``Builder`` makes what they do it with."""
-
-    trains: bool
-    """False: the run only evaluates."""
-    arms: dict[str, config.ArmConfig]
-    training_seed: int
-    """The seed that tells the run's trainings from those of other runs; ``arm_seed`` has an arm's."""
-    seed: int
-    """The seed of all evaluations: all arms answer with the same random numbers."""
-    sft: config.SFTConfig
-    sampling: config.SamplingConfig
-    generation: config.GenerationConfig
-    evaluation: config.EvaluationConfig
-    checkpoint: config.CheckpointConfig
-    early_stop: config.EarlyStopConfig
-    guards: config.GuardsConfig
-    """The guards of the supervised training; ``Builder.guards`` completes an arm's."""
-    profile: config.ProfileConfig
-
-    @classmethod
-    def of(cls, cfg: config.RunConfig) -> RunSettings:
-        from nemo_edo.config.compose import arm_configs  # loads Hydra
-
-        trains = cfg.algorithm != config.NONE
-        own = {"trains": trains, "arms": arm_configs(cfg), "training_seed": training_seed(cfg)}
-        return cls(**own, **{name: getattr(cfg, name) for name in cls.__dataclass_fields__ if name not in own})
-
-    def final_iteration(self, policy: str) -> int:
-        """The number under which a policy's final evaluation is kept: the iterations of its arm, also where fewer were
-        trained (``early_stop``), as the short evaluation before that iteration has the other number."""
-        return self.arms[policy].iterations if policy in self.arms else 0
 
 
 class Builder:

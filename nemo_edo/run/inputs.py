@@ -14,7 +14,7 @@ from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, ModelConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import READ, check_context, check_files, find_model, read_fields, unread_files
-from nemo_edo.data.problems import MADE, SPLITS, load_problems, normal_question, write_problems
+from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
 from nemo_edo.data.problems import made_problems as source_problems
 from nemo_edo.data.prompts import (
     PromptStyle,
@@ -33,7 +33,6 @@ from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import estimate_bytes, require_room
 from nemo_edo.run.made_from import MadeFrom, files_below
-from nemo_edo.run.problems import RunProblems, read_problems, run_problems
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import source_files
@@ -49,9 +48,13 @@ ARITHMETIC = "arithmetic"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data(RunProblems):
+class Data:
     """A run's problems, tokenised and checked against the context."""
 
+    train: list[Problem]
+    test: list[Problem]
+    skipped_rows: int
+    """Rows of the problem files that are left out."""
     tokenizer: PreTrainedTokenizerBase
     stop: StopTokens
     """What ends a response."""
@@ -71,8 +74,8 @@ class Data(RunProblems):
     """The splits that the run makes, before they are in its folder."""
     begun: datetime
     """The time that prompts have where a chat template writes it."""
-    left_out: frozenset[int] | None
-    """The special tokens that responses' texts are without; None: all."""
+    decode: Decoder
+    """What makes texts of responses."""
     warnings: list[str]
     """What a person should know of the prompts."""
     style: PromptStyle
@@ -89,10 +92,6 @@ class Data(RunProblems):
     def pad_id(self) -> int:
         """Any id would do: padding is masked."""
         return self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else 0
-
-    @property
-    def decode(self) -> Decoder:
-        return Decoder(self.tokenizer, frozenset(self.stop.texts), self.left_out)
 
     @property
     def longest_prompt(self) -> int:
@@ -222,7 +221,7 @@ def load_data(
     # What makes or teaches the problems reaches no number once the run has them, or has finished its warm-up.
     harmless = [*(["data.source"] if noted else []), *(["data.warmup"] if START in journal else [])]
     inputs = MadeFrom(input_files(cfg), noted.get("inputs", {}), cfg.allow_changed, harmless)
-    files = read_problems(cfg, run, made)
+    paths, loaded = _read_problems(cfg, run, made)
     folder = model_folder(cfg.model, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
     if cfg.model.path is None:
@@ -235,16 +234,20 @@ def load_data(
     judge = None
     if scores:
         own = Path(cfg.output_dir) / cfg.name
-        scorer, judge = build_scorer(cfg.rewards, cfg.data, own, files.scored, encode, inputs.require_unchanged)
-    read = run_problems(cfg, files)
+        scored = {paths[split]: loaded[paths[split]] for split in ("train", "test") if split in paths}
+        scorer, judge = build_scorer(cfg.rewards, cfg.data, own, scored, encode, inputs.require_unchanged)
+        loaded |= scored  # without those that cannot be scored
+    train, test, learned = (loaded[paths[one]].problems if one in paths else [] for one in ("train", "test", "warmup"))
+    test = test[: cfg.evaluation.limit]
+    _check_problems(train, test, learned, cfg.evaluation.tuning_problems)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
     begun = _begun(cfg, noted)
     style = prompt_style(cfg.data, tokenizer, begun)
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
-    prompts = encode_prompts([*read.train, *read.test], tokenizer, style, max_prompt_tokens=room, ends=named)
-    solutions = encode_solutions(read.learned, tokenizer, style, limit) if read.learned else []
+    prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
+    solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
     warnings = warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
@@ -255,7 +258,9 @@ def load_data(
         limit = max(max(map(len, prompts.values())) + longest, *(len(one) + len(other) for one, other in solutions), 0)
         check_context(folder, read_fields(folder), limit, given=False)
     return Data(
-        **vars(read),
+        train=train,
+        test=test,
+        skipped_rows=sum(len(file.skipped) for file in loaded.values()),
         tokenizer=tokenizer,
         stop=stop,
         prompts=prompts,
@@ -266,10 +271,63 @@ def load_data(
         made=dict(made),
         made_from=inputs,
         begun=begun,
-        left_out=left_out_tokens(tokenizer, style),
+        decode=Decoder(tokenizer, frozenset(stop.texts), left_out_tokens(tokenizer, style)),
         style=style,
         warnings=warnings,
     )
+
+
+def _read_problems(
+    cfg: RunConfig, run: RunFolder, made: Mapping[str, list[Problem]]
+) -> tuple[dict[str, Path], dict[Path, LoadedProblems]]:
+    """The files of the splits that the run uses, and what is in each. made: the splits that are not in their files yet.
+    Raises UserError for a file that cannot be read."""
+    paths = _problem_files(cfg.data, run, made)
+    if "train" not in paths and cfg.algorithm != NONE:
+        raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
+    if cfg.sft.steps:
+        paths.setdefault("warmup", paths["train"])
+    else:
+        paths.pop("warmup", None)
+    loaded: dict[Path, LoadedProblems] = {}
+    for split in ("train", "test", "warmup"):
+        if split in paths and paths[split] not in loaded:
+            is_new, path = split in made, paths[split]
+            loaded[path] = LoadedProblems(list(made[split]), []) if is_new else load_problems(path, cfg.data, split)
+    return paths, loaded
+
+
+def _check_problems(train: list[Problem], test: list[Problem], learned: list[Problem], tuning: int) -> None:
+    """Raises UserError for problems that the run could not use; ``learned`` are the warm-up's."""
+    if unsolved := next((problem for problem in learned if not problem.solution), None):
+        raise UserError(
+            f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
+            "data.columns.solution, or set sft.steps=0"
+        )
+    trained = {problem.id: problem.source for problem in train}
+    if shared := [problem for problem in test if problem.id in trained]:
+        first = shared[0]
+        if trained[first.id] == first.source:
+            raise UserError(f"data.train and data.test both have {first.source}: test problems must be others")
+        raise UserError(
+            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
+            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
+            "files different names"
+        )
+    if tuning > len(train):
+        expected = f"at most the number of training problems, {len(train)}"
+        raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
+
+
+def _problem_files(data: DataConfig, run: RunFolder, made: Mapping[str, list[Problem]]) -> dict[str, Path]:
+    """The files of the splits that there are."""
+    if data.is_built_in or data.source is not None:
+        own = {split: run.data / f"{split}.jsonl" for split in SPLITS}
+        there = {split for split, path in own.items() if split in made or (not made and path.is_file())}
+        wanted = there if "train" in there else set()  # without it, nothing is trained
+        return {split: path for split, path in own.items() if split in {*wanted, "test"}}
+    named = {split: getattr(data, split) for split in SPLITS}
+    return {split: Path(path) for split, path in named.items() if path is not None}
 
 
 def _begun(cfg: RunConfig, noted: Mapping[str, Any]) -> datetime:

@@ -11,13 +11,13 @@ from omegaconf import OmegaConf
 from nemo_edo.algorithms.plan import require_several_steps
 from nemo_edo.algorithms.samples import require_given
 from nemo_edo.config import NONE, ParallelismConfig, RunConfig
-from nemo_edo.config.compose import arm_configs, resolved_yaml
+from nemo_edo.config.compose import arm_configs, final_iteration, resolved_yaml
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, check_arm_names, require_same_problems
 from nemo_edo.generation.dispatch import limit_s
 from nemo_edo.run import inputs
-from nemo_edo.run.build import Builder, RunSettings
+from nemo_edo.run.build import Builder
 from nemo_edo.run.control import control_folder
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 from nemo_edo.run.policy_evaluation import evaluate_policy, evaluate_stored
@@ -42,12 +42,11 @@ SENTENCES = 5
 __all__ = ["collect", "evaluate", "evaluate_model", "export", "replay", "train"]
 
 
-def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> Path:
+def train(cfg: RunConfig, begun: float | None = None) -> Path:
     """Runs the config and returns the run's folder. Every check of the input comes before any work on a model.
 
     An unfinished run of the same config resumes. Raises RunStopped where it is asked to stop (SIGTERM).
-    begun: the monotonic clock when the command began, where that was before this call. page: whether to write the
-    report of this run alone.
+    begun: the monotonic clock when the command began, where that was before this call.
     """
     clock = PhaseClock(begun=begun)
     with _stop_signal(cfg) as stop:
@@ -55,7 +54,7 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
             run = _prepare(cfg, stop, clock)
         with closing(run):
             with kept_warnings(run.folder.path, lambda: run.console.stage):
-                stages = [WARMUP, *run.settings.arms]
+                stages = [WARMUP, *run.arms]
                 for name in stages:
                     do_stage(run, name)
             run.console.close()
@@ -64,8 +63,7 @@ def train(cfg: RunConfig, begun: float | None = None, *, page: bool = True) -> P
                 run.log.cut([*run.folder.journal().values()][-1])
                 write_samples(run, stages)
                 write_summary(run, stages)
-                if page:
-                    _conclude(run.folder)
+                _conclude(run.folder)
             run.log("phases", arm=stages[-1], time=run.clock.take())
             run.folder.note("report", **run.log.mark)
     return run.folder.path
@@ -128,13 +126,12 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
         asked = Evaluation(names[0], tuple(problem.id for problem in data.test), {}, **about)
         kept = folder.evaluations(name for name in opened.policies if name not in names)
         require_same_problems({f"--arm {arm}": asked, **{str(folder.evaluation(name)): kept[name] for name in kept}})
-        settings = RunSettings.of(cfg)
-        policies = (WARMUP, *settings.arms, *opened.best_policies)
-        console = RunConsole({name: settings.final_iteration(name) for name in policies})
+        iterations = {name: final_iteration(cfg, name) for name in (*opened.policies, *opened.best_policies)}
+        console = RunConsole(iterations)
         folder.new.mkdir(parents=True, exist_ok=True)
         metrics = shutil.copyfile(folder.path / METRICS, folder.new / METRICS)
         log, builder = MetricsLog(metrics, log_numbers(None), watch=console), Builder(cfg, folder, data)
-        services = RunServices(folder, settings, data, builder, log, StopSignal(), console, PhaseClock())
+        services = RunServices(folder, cfg, arm_configs(cfg), data, builder, log, StopSignal(), console, PhaseClock())
         with closing(console), closing(log), closing(builder):
             builder.check_servers()
             builder.check_refit()
@@ -142,7 +139,7 @@ def evaluate(opened: StoredRun, arm: str | None) -> None:
             for name in names:
                 console.begin(name)
                 model = builder.trained(name) if trains else first_model(services)
-                evaluate_policy(services, model, name, settings.final_iteration(name))
+                evaluate_policy(services, model, name, iterations[name])
         if WARMUP in names and (notes := folder.journal().get(WARMUP)):
             folder.note(WARMUP, **{**notes, EVALUATED_AGAIN: True})
         folder.put()
@@ -253,7 +250,7 @@ def _prepare(cfg: RunConfig, stop: StopSignal, clock: PhaseClock) -> RunServices
         builder.begin_comparison()  # transformers takes the time that servers take to start
     if any(name not in folder.journal() for name in (WARMUP, *arms)):
         builder.start_servers()
-    return RunServices(folder, RunSettings.of(cfg), data, builder, log, stop, console, clock, tracker)
+    return RunServices(folder, cfg, arms, data, builder, log, stop, console, clock, tracker)
 
 
 def _write_files(cfg: RunConfig, folder: RunFolder, data: inputs.Data) -> None:

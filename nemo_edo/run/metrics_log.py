@@ -130,7 +130,7 @@ class RunConsole:
         self._sizes = dict(sizes)
         self._clock = clock
         self._line = StatusLine()
-        self._stage = next(iter(sizes))
+        self.stage = next(iter(sizes))
         self._reached: list[tuple[int, float]] = []
         """The steps, or iterations, that are done, and when: of this process in this stage."""
         self._arms_pace: float | None = None
@@ -142,19 +142,15 @@ class RunConsole:
         self._all_phases: Counter[str] = Counter()
         """Seconds of the run, as far as this process has seen it."""
 
-    @property
-    def stage(self) -> str:
-        return self._stage
-
     def begin(self, stage: str) -> None:
-        self._stage, self._reached, self._text = stage, [], ""
+        self.stage, self._reached, self._text = stage, [], ""
 
     def close(self) -> None:
         self._line.close()
 
     def __call__(self, kind: str, values: Mapping[str, Any]) -> None:
         """A line of the current stage's metrics, its clocks among the values."""
-        total = self._sizes[self._stage]
+        total = self._sizes[self.stage]
         if kind == "sft_step":
             done = values["step"] + 1
             self._reached.append((done, self._clock()))
@@ -189,7 +185,7 @@ class RunConsole:
 
     def _show(self, number: int, left: int, measured: str, *, stays: bool) -> None:
         """left: the steps or iterations that are not done."""
-        parts, pace = [f"{number}/{self._sizes[self._stage]}", measured], self._pace()
+        parts, pace = [f"{number}/{self._sizes[self.stage]}", measured], self._pace()
         if pace is not None:
             here, later = pace * left + self._evaluation_s, list(self._sizes)[self._place + 1 :]
             parts += [f"{short(pace)} s/it", f"left {clock_time(here)}"]
@@ -212,7 +208,7 @@ class RunConsole:
 
     @property
     def _place(self) -> int:
-        return list(self._sizes).index(self._stage)
+        return list(self._sizes).index(self.stage)
 
     def _with_place(self, text: str) -> str:
         """The stage in front, its name cut where the line would be too wide for a terminal; of a run that trains
@@ -220,7 +216,7 @@ class RunConsole:
         if not any(self._sizes.values()):
             return text
         place = f"[{self._place + 1}/{len(self._sizes)}]"
-        room, name = max(WIDTH - len(place) - len(text) - 2, SHORTEST_NAME), self._stage
+        room, name = max(WIDTH - len(place) - len(text) - 2, SHORTEST_NAME), self.stage
         if len(name) > room and self._line.is_possible:
             name = f"{name[: room - 1]}…"
         return f"{place} {name} {text}"

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from nemo_edo.algorithms.plan import sampling_requests
-from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig
+from nemo_edo.config import NONE, CheckpointConfig, EarlyStopConfig, RunConfig
+from nemo_edo.config.compose import final_iteration
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation import stored
 from nemo_edo.evaluation.evaluator import Evaluator, Tuning, read_samples
@@ -20,7 +21,6 @@ from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.rollouts.resumable import Parts
 from nemo_edo.rollouts.store import RolloutStore, ScoreStore
-from nemo_edo.run.build import RunSettings
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.stored_run import StoredRun, open_run
 from nemo_edo.run.tracking import log_solutions
@@ -43,7 +43,7 @@ def evaluate_policy(
     ``evaluation.temperature``. The final one samples ``evaluation.rollouts`` at each and also measures test-time
     methods.
     """
-    folder, data, settings, config = run.folder, run.data, run.settings, run.settings.evaluation
+    folder, data, cfg, config = run.folder, run.data, run.cfg, run.cfg.evaluation
     if model.engine is None:
         run.builder.connect(model)
     model.weight_sync.push(iteration)
@@ -57,31 +57,31 @@ def evaluate_policy(
         respond=partial(_respond, run, model.engine, iteration, stores),
         problems=data.test,
         config=config,
-        max_new_tokens=settings.sampling.max_new_tokens,
+        max_new_tokens=cfg.sampling.max_new_tokens,
         pad_id=data.pad_id,
     )
     # The same random numbers for every arm and iteration: differences between them come from the policies.
-    requests = sampling_requests(data.test, data.prompts, rollouts * config.samples, settings.seed, "evaluate")
+    requests = sampling_requests(data.test, data.prompts, rollouts * config.samples, cfg.seed, "evaluate")
     tuning = None
     if config.tuning_problems:
         problems = data.train[: config.tuning_problems]
-        asked = sampling_requests(problems, data.prompts, config.samples, settings.seed, "tune")
+        asked = sampling_requests(problems, data.prompts, config.samples, cfg.seed, "tune")
         tuning = Tuning(problems, asked)
     evaluation, responses = evaluator.evaluate(arm, requests, rollouts, tuning)
     seconds = time.monotonic() - begun
     if final:
         model.weight_sync.release()
         # Where the training ended early, fewer than its responses' number says.
-        iteration = trained_iterations(settings, folder, arm)
-    metric = settings.checkpoint.best
-    if metric is not None and arm in settings.arms and not folder.is_finished:
-        keep_best(model, folder, settings.checkpoint, arm, evaluation.mean(metric), iteration)
+        iteration = trained_iterations(cfg, folder, arm)
+    metric = cfg.checkpoint.best
+    if metric is not None and arm != WARMUP and not folder.is_finished:
+        keep_best(model, folder, cfg.checkpoint, arm, evaluation.mean(metric), iteration)
     _log(run, evaluation, iteration, final, seconds)
     folder.write_evaluation(evaluation, None if final else iteration)
     if final:
-        test_time, notes = analyse_arm(folder, settings, arm, stores, evaluation.temperature)
+        test_time, notes = analyse_arm(folder, cfg, arm, stores, evaluation.temperature)
         print(*notes, sep="\n", end="\n" if notes else "")
-        folder.write_results(folder.test_time(arm), test_time)
+        folder.write_json(folder.test_time(arm), test_time.record())
     log_solutions(run.tracker, data.test, responses, arm, iteration)
     return responses
 
@@ -103,7 +103,7 @@ def _log(run: RunServices, evaluation: Evaluation, iteration: int, final: bool, 
             before = load_evaluation(path)
             if before.problems == evaluation.problems:
                 changes |= {name + suffix: count for name, count in newly_solved_and_lost(before, evaluation).items()}
-    metrics = evaluation.means(resamples=run.settings.evaluation.bootstrap, seed=run.settings.seed)
+    metrics = evaluation.means(resamples=run.cfg.evaluation.bootstrap, seed=run.cfg.seed)
     clocks = {"evaluation_s": seconds}
     run.log("evaluation", arm=arm, iteration=iteration, final=final, metrics=metrics, **changes, time=clocks)
 
@@ -120,7 +120,7 @@ def _respond(
 ) -> list[ScoredRollout]:
     """``evaluator.Respond``: responses go to disk part by part, and those of a killed process come from there."""
     store, scorer = stores[kind], run.data.scorer
-    parts = Parts(store, iteration, part_size=run.settings.generation.part_size, watch=run.stop)
+    parts = Parts(store, iteration, part_size=run.cfg.generation.part_size, watch=run.stop)
     scorer.begin(parts.earlier, len(requests))
     responses = parts.responses(requests, engine, scorer, sampling, problems)
     store.write(iteration, responses)
@@ -147,8 +147,8 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
             label = shown if len(runs) == 1 else f"{folder.path.name if alone else folder.path}/{shown}"
             stores = {kind: RolloutStore(folder.evaluated(name, kind)) for kind in KINDS}
             temperature = load_evaluation(folder.evaluation(name)).temperature
-            evaluations[label], notes = analyse_arm(folder, RunSettings.of(cfg), name, stores, temperature)
-            folder.write_results(folder.test_time(name), evaluations[label])
+            evaluations[label], notes = analyse_arm(folder, cfg, name, stores, temperature)
+            folder.write_json(folder.test_time(name), evaluations[label].record())
             said += notes
         settings = {"resamples": opened[0].cfg.evaluation.bootstrap, "seed": opened[0].cfg.seed}
         said.append(stored.table(evaluations, **settings))
@@ -156,7 +156,8 @@ def evaluate_stored(runs: Sequence[Path], arm: str | None, overrides: list[str])
             _require_same_content(opened)
             # The arm that the first run's report compares with, if it is there with another trained one.
             first, names = opened[0].folder, [name for *_, name in chosen]
-            named = first.summary(("baseline",))["baseline"] if (first.path / SUMMARY).is_file() else None
+            summary = first.path / SUMMARY
+            named = read_object(summary, ("baseline",))["baseline"] if summary.is_file() else None
             several = len(names) - names.count(WARMUP) > 1
             baseline = list(evaluations)[names.index(named) if named in names and several else 0]
             tested = stored.differences(evaluations, baseline, **settings)
@@ -182,11 +183,11 @@ def _require_same_content(runs: Sequence[StoredRun]) -> None:
 
 
 def analyse_arm(
-    folder: RunFolder, settings: RunSettings, arm: str, stores: Stores, temperature: float
+    folder: RunFolder, cfg: RunConfig, arm: str, stores: Stores, temperature: float
 ) -> tuple[Evaluation, list[str]]:
     """What more compute makes of an arm's responses of a final evaluation, by ``KINDS``, sampled at a temperature; and
     which scores were left out and why."""
-    config, iteration = settings.evaluation, settings.final_iteration(arm)
+    config, iteration = cfg.evaluation, final_iteration(cfg, arm)
     greedy, sampled = (read_samples(stores[kind], iteration) for kind in KINDS)
     scores, said = {}, []
     for path in sorted(folder.scores(arm, "x").parent.glob("*/sampled.parquet")):
@@ -197,7 +198,7 @@ def analyse_arm(
         scores[name] = stored.aggregated(name, sampled.steps(steps), config.aggregation)
         if (scores[name] < 0).any():
             said.append(f"weighted@k/{name} of {arm}: left out: votes' weights must be at least 0, and these are not")
-    fixed = {"each": config.samples, "subsets": config.vote_subsets, "seed": settings.seed}
+    fixed = {"each": config.samples, "subsets": config.vote_subsets, "seed": cfg.seed}
     return stored.analyse(arm, greedy, sampled, scores, temperature=temperature, **fixed), said
 
 
@@ -248,13 +249,13 @@ def end_of(values: Iterable[tuple[int, float]], settings: EarlyStopConfig) -> Ea
     return None
 
 
-def trained_iterations(settings: RunSettings, folder: RunFolder, policy: str) -> int:
+def trained_iterations(cfg: RunConfig, folder: RunFolder, policy: str) -> int:
     """How many iterations a policy was trained for: an arm, the start of all arms, or one that ``checkpoint.best`` has
     kept."""
     if BEST in policy:
         return read_object(folder.checkpoint(policy) / "about.json", ("extra",))["extra"]["iteration"]
-    stop = early_stop(settings.early_stop, folder, policy)
-    return settings.final_iteration(policy) if stop is None else stop.iteration
+    stop = early_stop(cfg.early_stop, folder, policy)
+    return final_iteration(cfg, policy) if stop is None else stop.iteration
 
 
 def keep_best(

@@ -46,7 +46,7 @@ class SavedProgress(Progress):
         self.metrics_mark: dict[str, Any] | None = None
         """Where metrics.jsonl ended at ``start``; None where there was no checkpoint to resume from."""
         self._run, self._model, self._stage = run, model, stage
-        self._config = run.settings.checkpoint
+        self._config = run.cfg.checkpoint
         self._keeps_reference = keeps_reference
         self._rollouts = rollouts
         self._collected: Collected | None = None

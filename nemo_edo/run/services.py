@@ -13,8 +13,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.services import Log, Progress, Services
+from nemo_edo.config import ArmConfig, RunConfig
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
-from nemo_edo.run.build import Builder, RunSettings
+from nemo_edo.run.build import Builder
 from nemo_edo.run.inputs import Data
 from nemo_edo.run.metrics_log import MetricsLog, RunConsole
 from nemo_edo.run.stop_signal import StopSignal
@@ -32,7 +33,8 @@ class RunServices:
     """What every stage of a run works with."""
 
     folder: RunFolder
-    settings: RunSettings
+    cfg: RunConfig
+    arms: dict[str, ArmConfig]
     data: Data
     builder: Builder
     log: MetricsLog
@@ -86,7 +88,7 @@ def profiled(run: RunServices, arm: str, services: Services) -> Iterator[Service
     The trace, in Chrome's format (chrome://tracing, Perfetto, TensorBoard), has the steps ``first`` to ``last`` - 1 and
     what is between them, generation for example; of a run that resumes within them, nothing.
     """
-    steps = run.settings.profile.steps
+    steps = run.cfg.profile.steps
     if steps is None:
         yield services
         return

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from nemo_edo.algorithms.iteration import run_iterations, train_supervised
 from nemo_edo.algorithms.plan import Plan
 from nemo_edo.algorithms.samples import generate_and_score
-from nemo_edo.config.run import arm_seed
+from nemo_edo.config import NONE, RunConfig
+from nemo_edo.config.compose import arm_configs, final_iteration
+from nemo_edo.config.run import arm_seed, training_seed
 from nemo_edo.errors import RESTORE, DamagedCheckpoint, RunStopped, StoppedByGuard, UserError
 from nemo_edo.evaluation.results import KINDS, kinds, load_evaluation
 from nemo_edo.evaluation.results import START as WARMUP
 from nemo_edo.generation.in_process import ServedModel
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.build import RunSettings
 from nemo_edo.run.policy_evaluation import early_stop, evaluate_policy, trained_iterations
 from nemo_edo.run.services import RunServices, profiled, training_services
 from nemo_edo.run.summary import examples
@@ -35,7 +36,7 @@ UNTRAINED = -1
 def do_stage(run: RunServices, name: str) -> None:
     """Does a stage unless the journal has it: then its checkpoint, its evaluation and its samples are on disk."""
     if name in run.folder.journal():
-        check_trained(run.settings, run.folder, name, final=True)
+        check_trained(run.cfg, run.folder, name, final=True)
     else:
         if run.stop.is_asked():
             raise RunStopped(f"stopped before {name} began, with all before it saved")
@@ -60,7 +61,7 @@ def do_stage(run: RunServices, name: str) -> None:
 
 def warm_up(run: RunServices) -> list:
     """Trains and evaluates the policy that every arm starts from; of a run that trains nothing, its only stage."""
-    sft, trains = run.settings.sft, run.settings.trains
+    sft, trains = run.cfg.sft, run.cfg.algorithm != NONE
     if not trains:
         _cut_metrics(run, None)
     with run.clock.phase("start"):
@@ -81,10 +82,10 @@ def warm_up(run: RunServices) -> list:
                 run.data.solutions,
                 sft,
                 pad_id=run.data.pad_id,
-                seed=run.settings.seed,
+                seed=run.cfg.seed,
                 log=run.log_of(WARMUP),
                 progress=progress,
-                guards=run.settings.guards,
+                guards=run.cfg.guards,
                 clock=run.clock,
             )
             with run.clock.phase("checkpoint"):
@@ -98,7 +99,7 @@ def warm_up(run: RunServices) -> list:
 
 def first_model(run: RunServices) -> RemotePolicy | ServedModel:
     """The model that the run starts from; of a run that trains nothing, it may be behind servers."""
-    if not run.settings.trains and run.builder.servers is not None:
+    if run.cfg.algorithm == NONE and run.builder.servers is not None:
         return ServedModel(run.builder.servers)
     model = run.builder.first()
     used = model.places[0].kernels
@@ -112,22 +113,21 @@ def first_model(run: RunServices) -> RemotePolicy | ServedModel:
 
 def train_arm(run: RunServices, arm: str) -> list:
     """Trains an arm by Algorithm 1 from the warm-up's policy, and evaluates it."""
-    settings, model = run.settings, _arm_model(run, arm)
-    iterations = settings.arms[arm].iterations
+    model, iterations = _arm_model(run, arm), run.arms[arm].iterations
 
     def evaluate(t: int) -> bool:
         """Evaluates the policy where iteration t is due. Returns whether the training ends here."""
-        if t not in evaluated(settings, arm, iterations):
+        if t not in evaluated(run.cfg, arm, iterations):
             return False
         with run.clock.phase("evaluate"):
             evaluate_policy(run, model, arm, t, final=False)
-        stop = early_stop(settings.early_stop, run.folder, arm, last=t)
+        stop = early_stop(run.cfg.early_stop, run.folder, arm, last=t)
         if stop is not None:
             print(f"{arm} {stop.in_words(iterations)}", flush=True)
         return stop is not None
 
     if _load_trained(run, model, arm):
-        check_trained(settings, run.folder, arm)
+        check_trained(run.cfg, run.folder, arm)
     else:
         plan, progress = _begin_arm(run, model, arm)
         _cut_metrics(run, progress.metrics_mark)
@@ -164,7 +164,7 @@ def collect_arm(run: RunServices, arm: str) -> None:
 def _arm_model(run: RunServices, arm: str) -> RemotePolicy:
     """The policy that every arm starts from."""
     with run.clock.phase("start"):
-        model = run.builder.model(run.settings.arms[arm], run.folder.checkpoint(WARMUP))
+        model = run.builder.model(run.arms[arm], run.folder.checkpoint(WARMUP))
         model.freeze_reference()
         run.builder.connect(model)
     return model
@@ -172,13 +172,13 @@ def _arm_model(run: RunServices, arm: str) -> RemotePolicy:
 
 def _begin_arm(run: RunServices, model: RemotePolicy, arm: str) -> tuple[Plan, SavedProgress]:
     """The arm's plan; the model gets its optimizer, and is at the arm's last checkpoint."""
-    settings, generation = run.settings, run.settings.generation
+    cfg, generation = run.cfg, run.cfg.generation
     plan = Plan(
-        config=settings.arms[arm],
+        config=run.arms[arm],
         problems=run.data.train,
         prompts=run.data.prompts,
-        sampling=settings.sampling,
-        seed=arm_seed(settings.training_seed, arm),
+        sampling=cfg.sampling,
+        seed=arm_seed(training_seed(cfg), arm),
         guards=run.builder.guards(model.places[0].layers),
         part_size=generation.part_size,
         lag=int(generation.one_step_off),
@@ -188,7 +188,7 @@ def _begin_arm(run: RunServices, model: RemotePolicy, arm: str) -> tuple[Plan, S
         model.start_training(plan.total_steps)
     rollouts, keeps_reference = RolloutStore(run.folder.rollouts(arm)), plan.config.reference == "ema"
     progress = _resumed(run, model, arm, keeps_reference=keeps_reference, rollouts=rollouts)
-    check_arm(settings, run.folder, arm, progress.start.iteration, is_within=progress.start.step > 0)
+    check_arm(cfg, run.folder, arm, progress.start.iteration, is_within=progress.start.step > 0)
     return plan, progress
 
 
@@ -241,23 +241,23 @@ def _cut_metrics(run: RunServices, mark: Mapping[str, Any] | None) -> None:
 # --- files that a resumed run or a reader still needs, checked before any work --------------------------------------
 
 
-def check_trained(settings: RunSettings, folder: RunFolder, name: str, *, final: bool = False) -> None:
+def check_trained(cfg: RunConfig, folder: RunFolder, name: str, *, final: bool = False) -> None:
     """``check_arm`` of an arm that has been trained to its end, be it early: then the evaluation there is done, too.
     final: the whole stage has been finished."""
-    if final and settings.trains:
+    if final and cfg.algorithm != NONE:
         _check_checkpoint(folder.checkpoint(name))
-    stop = early_stop(settings.early_stop, folder, name)
-    trained = trained_iterations(settings, folder, name)
-    check_arm(settings, folder, name, trained, is_within=stop is not None, final=final)
+    trained = trained_iterations(cfg, folder, name)
+    is_early = trained < final_iteration(cfg, name)
+    check_arm(cfg, folder, name, trained, is_within=is_early, final=final)
 
 
 def check_arm(
-    settings: RunSettings, folder: RunFolder, name: str, iteration: int, *, is_within: bool = False, final: bool = False
+    cfg: RunConfig, folder: RunFolder, name: str, iteration: int, *, is_within: bool = False, final: bool = False
 ) -> None:
     """Raises UserError where a policy or a result is missing or damaged that an arm has left before it resumes at an
     iteration (within it: at a step of it, so that its evaluation is done), final: and at its end. Warns of responses
     that are."""
-    done = evaluated(settings, name, iteration + is_within)
+    done, arms = evaluated(cfg, name, iteration + is_within), arm_configs(cfg)
     for path in [folder.evaluation(name), folder.test_time(name)] if final else []:
         load_evaluation(path)
     for t in done:
@@ -265,14 +265,14 @@ def check_arm(
     for best in folder.best_checkpoints(name):
         _check_checkpoint(best)
     rollouts = RolloutStore(folder.rollouts(name))
-    of_rollouts = range(iteration) if name in settings.arms else ()
-    if of_rollouts and iteration < settings.arms[name].iterations:
-        explored = settings.arms[name].explored_iteration(iteration + is_within)
+    of_rollouts = range(iteration) if name in arms else ()
+    if of_rollouts and iteration < arms[name].iterations:
+        explored = arms[name].explored_iteration(iteration + is_within)
         for path in rollouts.lost({explored} & set(range(iteration + is_within))):
             raise UserError(f"{path} is missing or damaged, and the exploration term runs over it; {RESTORE}")
     lost = rollouts.lost(of_rollouts)
-    for kind in kinds(settings.evaluation, final=final):
-        at = [*(done if kind in KINDS else ()), *([settings.final_iteration(name)] if final else [])]
+    for kind in kinds(cfg.evaluation, final=final):
+        at = [*(done if kind in KINDS else ()), *([final_iteration(cfg, name)] if final else [])]
         lost += RolloutStore(folder.evaluated(name, kind)).lost(at)
     for path in lost:
         warnings.warn(
@@ -281,10 +281,10 @@ def check_arm(
         )
 
 
-def evaluated(settings: RunSettings, name: str, before: int) -> list[int]:
+def evaluated(cfg: RunConfig, name: str, before: int) -> list[int]:
     """The iterations below ``before`` with a short evaluation."""
-    every = settings.evaluation.every
-    return [t for t in range(before) if t % every == 0] if every and name in settings.arms else []
+    every = cfg.evaluation.every
+    return [t for t in range(before) if t % every == 0] if every and name != WARMUP else []
 
 
 def _check_checkpoint(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import IO
 
 from nemo_edo.errors import RunStopped
 from nemo_edo.interfaces import PartWatch
-from nemo_edo.run.control import OUTCOME, STALLED, control_folder, stop_is_asked
+from nemo_edo.run.control import STALLED, stop_is_asked, tell_outcome
 from nemo_edo.worker import dispatch
 
 ONE_REQUEST_S = 1.0
@@ -158,8 +158,7 @@ class StallWatch:
                     file=sys.stderr,
                     flush=True,
                 )
-                if (folder := control_folder()) is not None:
-                    (folder / OUTCOME).write_text(STALLED + "\n", encoding="utf-8")
+                tell_outcome(STALLED)
                 os._exit(STATUS)
             if over > 0 and asked_at != last:
                 asked_at = last

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_edo.config import RunConfig
-from nemo_edo.config.compose import arm_configs, compose_run
+from nemo_edo.config.compose import arm_configs, compose_run, final_iteration
 from nemo_edo.data.problems import load_problems
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, check_arm_names
@@ -48,10 +48,7 @@ class StoredRun:
 
     def evaluation_responses(self, policy: str, kind: str) -> list[ScoredRollout]:
         """The "greedy" or "sampled" responses of the policy's final evaluation, sorted by problem and sample."""
-        from nemo_edo.run.build import RunSettings  # loads torch
-
-        iteration = RunSettings.of(self.cfg).final_iteration(policy)
-        return RolloutStore(self.folder.evaluated(policy, kind)).read(iteration)
+        return RolloutStore(self.folder.evaluated(policy, kind)).read(final_iteration(self.cfg, policy))
 
     def training_responses(self, arms: Sequence[str]) -> list[ScoredRollout]:
         """Responses of all complete iterations of the given arms, or of all if none are given; errors as for

@@ -18,7 +18,8 @@ import torch
 import nemo_edo
 from nemo_edo import __version__
 from nemo_edo.config import IDPOConfig
-from nemo_edo.config.run import REPLICATE, arm_label, baseline_arm
+from nemo_edo.config.compose import final_iteration
+from nemo_edo.config.run import REPLICATE, arm_label, baseline_arm, training_seed
 from nemo_edo.errors import UserError
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.policy_evaluation import early_stop
@@ -38,8 +39,8 @@ def write_samples(run: RunServices, stages: Sequence[str]) -> None:
         try:
             shown[name] = read_object(run.folder.path / "samples" / f"{name}.json", ())
         except UserError:  # the same again from the stored responses
-            stored = RolloutStore(run.folder.evaluated(name, "sampled")).read(run.settings.final_iteration(name))
-            first = [one for one in stored if one.rollout.sample_index < run.settings.evaluation.samples]
+            stored = RolloutStore(run.folder.evaluated(name, "sampled")).read(final_iteration(run.cfg, name))
+            first = [one for one in stored if one.rollout.sample_index < run.cfg.evaluation.samples]
             shown[name] = examples(run.data.test, first)
     samples = [
         {
@@ -54,9 +55,9 @@ def write_samples(run: RunServices, stages: Sequence[str]) -> None:
 
 def write_summary(run: RunServices, stages: Sequence[str]) -> None:
     """summary.json: what was run, where, how long it took, and what it warned of."""
-    folder, settings, data, journal = run.folder, run.settings, run.data, run.folder.journal()
+    folder, data, journal = run.folder, run.data, run.folder.journal()
     arms: dict[str, dict[str, Any]] = {}
-    for name, arm in settings.arms.items():
+    for name, arm in run.arms.items():
         arms[name] = {
             "label": arm_label(arm) + (", replicate" if name == REPLICATE else ""),
             "algorithm": "idpo" if isinstance(arm, IDPOConfig) else "grpo",
@@ -67,7 +68,7 @@ def write_summary(run: RunServices, stages: Sequence[str]) -> None:
             "entropy_coefficient": getattr(arm, "entropy_coefficient", 0.0),
             "iterations": arm.iterations,
         }
-        if stop := early_stop(settings.early_stop, folder, name):
+        if stop := early_stop(run.cfg.early_stop, folder, name):
             arms[name]["stopped_early"] = stop.in_words(arm.iterations)
     devices = f"{len(os.sched_getaffinity(0))} x {machine.machine()} CPU"
     if torch.cuda.is_available():  # of the first process
@@ -81,17 +82,17 @@ def write_summary(run: RunServices, stages: Sequence[str]) -> None:
     packages = {package: importlib.metadata.version(package) for package in PACKAGES}
     summary = {
         "name": folder.path.name,
-        "seed": settings.training_seed,
+        "seed": training_seed(run.cfg),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "machine": devices,
         "versions": {"nemo-edo": __version__, "python": machine.python_version(), **packages},
         "processes": workers().size,
         "arms": arms,
-        "baseline": baseline_arm(settings.arms),
+        "baseline": baseline_arm(run.arms),
         "skipped_rows": data.skipped_rows,
         "time": {"total_s": round(run.log.elapsed, 1), **{name: journal[name]["seconds"] for name in stages}},
-        "kernels": {} if run.builder.holds_no_model else folder.read_json("kernels.json"),
+        "kernels": {} if run.builder.holds_no_model else read_object(folder.path / "kernels.json", ()),
         "warnings": [*({"arm": "", "text": text} for text in said), *kept(folder.path)],
     }
     folder.write_json("summary.json", summary)

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from nemo_edo.config import NONE, RunConfig
-from nemo_edo.config.compose import arm_configs
+from nemo_edo.config.compose import arm_configs, final_iteration
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.data.answers import answer_format
 from nemo_edo.data.batching import minibatches
@@ -27,7 +27,7 @@ from nemo_edo.reward_models.formats import RewardFolder, RewardFormat, load_form
 from nemo_edo.reward_models.process_reward import ProcessRewardModel, made_by
 from nemo_edo.rollouts.store import PartedTable
 from nemo_edo.run import inputs, jobs
-from nemo_edo.run.build import Builder, RunSettings
+from nemo_edo.run.build import Builder
 from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.run_folder import RunFolder, taken
@@ -148,7 +148,7 @@ def _engine(cfg: RunConfig, builder: Builder, arm: str) -> GenerationEngine:
         return builder.servers
     model = builder.model(cfg.sft) if cfg.algorithm == NONE else builder.trained(arm)
     builder.connect(model)
-    model.weight_sync.push(RunSettings.of(cfg).final_iteration(arm))
+    model.weight_sync.push(final_iteration(cfg, arm))
     return model.engine
 
 
@@ -211,7 +211,7 @@ def _conclude(
     about = {"problems": len(records), "seed": seed, "settings": asdict(cfg.search)}
     folder.write_json(f"{name}/summary.json", {**about, "metrics": means})
     accuracy = {SEARCH_ACCURACY: found.metrics["accuracy"]}
-    folder.write_results(store.folder / SEARCH_EVALUATION, replace(found, metrics=accuracy))
+    folder.write_json(store.folder / SEARCH_EVALUATION, replace(found, metrics=accuracy).record())
     lines = [f"{len(records)} problems searched, means with 95 % intervals over them:"]
     lines += [f"  {metric}: {one['mean']:.3f} [{one['low']:.3f}, {one['high']:.3f}]" for metric, one in means.items()]
     report = [f"report: {write_report(one_run(folder.path)).path}"] if folder.is_finished else []

@@ -306,6 +306,7 @@ def test_a_run_that_an_earlier_attempt_finished_is_not_trained_again_and_counts_
     member.write_text('["train"]')
     member.with_suffix(".yaml").write_text(f"output_dir: {run.parent}\nname: {run.name}\n")
     (launch / "members.json").write_text('{"0": "seed=1", "1": "seed=2"}')
+    monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
     assert not task.trained_before(member) and task.report(launch, run.parent) == 1
     run.mkdir(parents=True)
     (run / "summary.json").write_text("{}")
@@ -313,7 +314,6 @@ def test_a_run_that_an_earlier_attempt_finished_is_not_trained_again_and_counts_
     with pytest.raises(SystemExit) as ended:
         task.main()
     assert not ended.value.code and (tmp_path / control.OUTCOME).read_text() == "finished\n"
-    monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
     (launch / "finished" / "1").touch()  # of an earlier, smaller launch: places have moved since
     capsys.readouterr()
     assert task.report(launch, run.parent) == 1

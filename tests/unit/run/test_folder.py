@@ -107,8 +107,6 @@ def test_a_folder_with_a_link_or_a_pipe_in_it_is_not_written_to(tmp_path: Path, 
     os.mkfifo(folder.path / name) if name == "pipe" else (folder.path / name).symlink_to(tmp_path)
     with pytest.raises(UserError, match=re.escape(f"{folder.path / name} is a link")):
         folder.take()
-    with pytest.raises(UserError, match="leads out"):
-        folder.write_json("../x.json", {})
 
 
 def test_a_killed_replacement_of_evaluations_is_completed_by_whoever_takes_the_folder(tmp_path, monkeypatch):

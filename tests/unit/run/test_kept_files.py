@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 from helpers.stored_run import write_stored_run
 
-from nemo_edo.config import GRPOConfig
+from nemo_edo.config import RunConfig
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, Evaluation
 from nemo_edo.megatron.checkpoint import write_checksums
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.build import RunSettings
 from nemo_edo.run.stages import check_arm, check_trained
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import RunFolder
@@ -28,7 +27,7 @@ def whole(one_rank, tmp_path_factory) -> Path:
     for policy in policies:
         results = Evaluation.of_rows(policy, ["p"], [{"greedy_accuracy": (1.0, 1.0)}])
         folder.write_evaluation(results)
-        folder.write_results(folder.test_time(policy), results)
+        folder.write_json(folder.test_time(policy), results.record())
         for iteration in (0, 1) if policy == "grpo" else ():
             folder.write_evaluation(results, iteration)
             for kind in KINDS:
@@ -41,9 +40,10 @@ def whole(one_rank, tmp_path_factory) -> Path:
     return folder.path
 
 
-def kept(path: Path, **settings) -> tuple[RunSettings, RunFolder]:
+def kept(path: Path, **settings) -> tuple[RunConfig, RunFolder]:
     run = open_run(path, ["evaluation.every=1"])
-    return replace(RunSettings.of(run.cfg), arms={"grpo": GRPOConfig(iterations=2, **settings)}), run.folder
+    arms = {"grpo": {"iterations": 2, **settings}}
+    return replace(run.cfg, arms=arms, replicate_baseline=False), run.folder
 
 
 PLACES: dict[str, tuple[Callable, dict, bool]] = {

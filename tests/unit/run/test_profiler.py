@@ -22,7 +22,7 @@ def test_a_trace_has_the_steps_asked_for_and_a_short_or_resumed_run_those_that_i
     progress = SimpleNamespace(start=Position(steps_taken=next_step))
     services = Services(*5 * [None], store=None, log=lambda kind, **values: logged.append((kind, values)),
                         progress=progress)
-    run = SimpleNamespace(settings=SimpleNamespace(profile=ProfileConfig([*steps])), folder=RunFolder(tmp_path))
+    run = SimpleNamespace(cfg=SimpleNamespace(profile=ProfileConfig([*steps])), folder=RunFolder(tmp_path))
     with profiled(run, "grpo", services) as traced_services:
         for step in range(next_step, 6):
             with torch.profiler.record_function(f"step {step}"):

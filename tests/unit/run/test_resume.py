@@ -67,7 +67,7 @@ def begin(model, tmp_path):
     def start(*, keeps_reference: bool = False, **settings) -> SavedProgress:
         config = CheckpointConfig(**{"asynchronous": False, **settings})
         stop = SimpleNamespace(received=False, is_asked=lambda: stop.received)
-        run = SimpleNamespace(folder=RunFolder(tmp_path), settings=SimpleNamespace(checkpoint=config), stop=stop,
+        run = SimpleNamespace(folder=RunFolder(tmp_path), cfg=SimpleNamespace(checkpoint=config), stop=stop,
                               log=Log())
         progress = SavedProgress(run, model, "grpo", keeps_reference=keeps_reference)
         progress.resume()
