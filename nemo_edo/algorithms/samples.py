@@ -86,7 +86,6 @@ def generate_and_score(run: Services, plan: Plan, here: Position) -> IterationSa
 def require_given(given: RolloutStore, config: ArmConfig, problems: int, samples_per_prompt: int) -> None:
     """Raises UserError where given rollouts cannot be read, or are of more problems, or of more responses to each, than
     the arm's collections have: a schedule of the learning rate would end before the training."""
-    given.require(config.iterations)
     is_dynamic, groups_of = isinstance(config, GRPOConfig) and config.dynamic_sampling, []
     for t in range(config.iterations):
         table = given.read_table(t, ["problem_id", "reward"])

@@ -12,6 +12,7 @@ from nemo_edo.config.reward_model import (
     RewardModelRunConfig,
     RewardTrainConfig,
     ScoreConfig,
+    SearchConfig,
     SearchLLMConfig,
 )
 from nemo_edo.config.run import (

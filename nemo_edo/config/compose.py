@@ -6,13 +6,13 @@ and line or the override that it comes from, and what would be right.
 """
 
 import difflib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Optional, Union, get_args, get_origin
 
-from omegaconf import Container, DictConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from nemo_edo.config import ALGORITHMS, ArmConfig, RewardModelRunConfig, RunConfig, ScoreConfig
@@ -22,7 +22,8 @@ from nemo_edo.config.run import REPLICATE, baseline_arm
 from nemo_edo.config.shipped import shipped_config_dir
 from nemo_edo.utils.files import flattened
 
-TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a text", type(None): "null",
+              list: "a list"}  # fmt: skip
 NOT_GIVEN = "(not given)"
 JOB = "job"  # the key that says which job a config is for, where it is not a run's
 JOBS = {None: RunConfig, "reward_model": RewardModelRunConfig, "score": ScoreConfig}
@@ -165,13 +166,25 @@ def _merged(schema: DictConfig, values: DictConfig, prefix: str, place: Callable
         key = f"{prefix}{error.full_key}"
         raise ConfigError(f"unknown key {key} ({place(key)}){suggestion(key, keys)}") from error
     except OmegaConfBaseException as error:
-        path = error.full_key.partition("[")[0]
+        path = error.full_key.partition("[")[0] or _misplaced(values, keys, prefix)
         given, key = OmegaConf.select(values, path), f"{prefix}{path}"
         given = OmegaConf.to_container(given) if isinstance(given, Container) else given
-        hint = keys.get(key, dict)
-        types = get_args(hint) if get_origin(hint) is Union else (hint,)
-        expected = " or ".join(TYPE_NAMES.get(one, "a mapping") for one in types)
+        expected = " or ".join(TYPE_NAMES.get(one, "a mapping") for one in _kinds(keys.get(key, dict)))
         raise ConfigError(f"{key} is {given!r}, expected {expected} ({place(key)})") from error
+
+
+def _kinds(hint: Any) -> list[type]:
+    """The types that a setting may have, lists and mappings without those of their items."""
+    return [get_origin(one) or one for one in (get_args(hint) if get_origin(hint) is Union else (hint,))]
+
+
+def _misplaced(values: DictConfig, keys: Mapping[str, Any], prefix: str) -> str:
+    """The first key with a list in place of a mapping, or the other way round: OmegaConf names none."""
+    for key, hint in keys.items():
+        value = OmegaConf.select(values, path := key.removeprefix(prefix), throw_on_resolution_failure=False)
+        if isinstance(value, Container) and isinstance(value, ListConfig) != (list in _kinds(hint)):
+            return path
+    return ""
 
 
 def _built(node: DictConfig, prefix: str, place: Callable[[str], str]) -> Any:

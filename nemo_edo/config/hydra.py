@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import ConfigTypeError, GrammarParseError, OmegaConfBaseException
 
 from nemo_edo.config.checks import without_passwords
 from nemo_edo.errors import UserError
@@ -140,6 +140,8 @@ def compose_values(
         except GrammarParseError as error:
             why = f'"${{" begins an interpolation, which cannot be read ({str(error).splitlines()[0]})'
             raise bad_override(override, f'{why}; write "$ {{" in a text') from error
+        except ConfigTypeError as error:
+            raise bad_override(override, str(error).splitlines()[0]) from error
     kept = [override for override in setters if override.type is not OverrideType.DEL]
     return values, Sources(config_name, choices, folders, kept)
 

@@ -119,26 +119,29 @@ class ScoreConfig(Section):
         yield from self.only_if(not self.serve, "with serve: it starts its own servers", "servers.urls")
 
 
-WIDTHS, MEANS = ("sd", "variance"), ("reward", "linear")
+@dataclass
+class SearchConfig(Section):
+    """The tree search itself (``test_time.SearchLLM``). Raises ValueError for a value out of its range."""
+
+    steps: PositiveInt = 20  # T: iterations, hence the largest number of steps of a solution.
+    branches: PositiveInt = 4  # k: next steps sampled for each node that is expanded.
+    width: PositiveInt = 4  # s: nodes that are expanded together, and children that join the frontier.
+    exploration: NonNegative = 0.1  # lambda: weight in f of the width, a reward's uncertainty. 0: best first by reward.
+    prior_precision: Positive = 1.0  # Precision of the linear model's prior; about n^2 for embeddings of norm n.
+    noise_variance: Positive = 1.0  # Noise variance of a reward around the linear model.
+    width_kind: Annotated[str, one_of("sd", "variance")] = "sd"
+    """sd: the standard deviation of a reward, noise included; variance: the variance without noise."""
+    mean: Annotated[str, one_of("reward", "linear")] = "reward"
+    """r in f. reward: the reward model's; linear: the linear model's, fitted to the expanded nodes."""
 
 
 @dataclass
-class SearchLLMConfig(Section):
+class SearchLLMConfig(SearchConfig):
     """The paper's Algorithm 2, a tree search over reasoning steps (``test_time.search_llm``)."""
 
     name: FolderName = "search"  # The results are in search/ARM/NAME of the run's folder.
     reward_model: Optional[str] = None  # The process reward model's folder.
     seed: Optional[NonNegativeInt] = None  # Seed of the sampled steps; null: the run's.
-    steps: PositiveInt = 20  # T: iterations, hence the largest number of steps of a solution.
-    branches: PositiveInt = 4  # k: next steps sampled for each node that is expanded.
-    width: PositiveInt = 4  # s: nodes that are expanded together.
-    exploration: NonNegative = 0.1  # lambda: weight in f of the width, a reward's uncertainty. 0: best first by reward.
-    prior_precision: Positive = 1.0  # Precision of the linear model's prior; about n^2 for embeddings of norm n.
-    noise_variance: Positive = 1.0  # Noise variance of a reward around the linear model.
-    width_kind: Annotated[str, one_of(*WIDTHS)] = "sd"
-    """sd: the standard deviation of a reward, noise included; variance: the variance without noise."""
-    mean: Annotated[str, one_of(*MEANS)] = "reward"
-    """r in f. reward: the reward model's; linear: the linear model's, fitted to the expanded nodes."""
     step_separator: Optional[NotEmpty] = None  # What ends a step in the policy's text; null: the reward model's.
     end_at_answer: bool = True
     """A solution ends with the step that states its final answer, even if its end token has not come. Not with

@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
+from nemo_edo.config import MicroBatchConfig
 from nemo_edo.data.batching import sequence_lengths
 from nemo_edo.types import TrainingBatch
 
@@ -47,16 +48,6 @@ class Prompts:
     def saved(self, rows: Sequence[int]) -> int:
         """Tokens that are not stored again where consecutive rows have the same prompt."""
         return sum(self.lengths[row] for before, row in pairwise(rows) if self.groups[row] == self.groups[before])
-
-
-@dataclass(frozen=True)
-class MicroBatching:
-    """How a rank's share of a global batch is cut: memory and speed, never the result."""
-
-    rows: int  # most rows of a micro-batch that is not packed
-    tokens: int | None = None  # most tokens of a micro-batch, padding included; None: rows stay in order
-    packing: bool = False  # rows are packed into one, without padding; it needs ``tokens``
-    share_prompts: bool = False  # A pack contains the prompt of several rows once; it needs ``packing``
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ class Share:
 
 def cut(
     batch: TrainingBatch,
-    how: MicroBatching,
+    how: MicroBatchConfig,
     ranks: int,
     required: InputShapes,
     loss_counts: Mapping[str, float] | None = None,
@@ -107,12 +98,12 @@ def cut(
     inputs = [required.padded(length - 1) if how.packing else length - 1 for length in lengths]
     prompts = Prompts.of(batch) if how.share_prompts else Prompts.none(batch.size)
     if how.packing:
-        room, units = how.tokens // required.multiple * required.multiple, range(0, batch.size, batch.unit)
-        if max((sum(lengths[start : start + batch.unit]) for start in units), default=0) <= how.tokens:
+        room, units = how.micro_batch_tokens // required.multiple * required.multiple, range(0, batch.size, batch.unit)
+        if max((sum(lengths[start : start + batch.unit]) for start in units), default=0) <= how.micro_batch_tokens:
             # What fits without padding has a pack: of these tokens, and at most a multiple's more.
             padded = (sum(inputs[start : start + batch.unit]) + batch.unit for start in units)
             room = max(room, *padded, 0)
-        how = replace(how, tokens=room)
+        how = MicroBatchConfig(how.micro_batch_size, max(room, 1), packing=True, share_prompts=how.share_prompts)
     plans = plan_micro_batches([count + 1 for count in inputs], how, ranks, unit=batch.unit, prompts=prompts)
     shares, needed, computed = [], sum(lengths) - len(lengths), 0  # the model sees all tokens of a row but the last
     for plan in plans:
@@ -142,16 +133,16 @@ def cut(
 
 
 def plan_micro_batches(
-    lengths: Sequence[int], how: MicroBatching, ranks: int, *, unit: int = 1, prompts: Prompts | None = None
+    lengths: Sequence[int], how: MicroBatchConfig, ranks: int, *, unit: int = 1, prompts: Prompts | None = None
 ) -> list[list[list[int]]]:
     """For each data-parallel rank its micro-batches, each a list of rows: as many on every rank, and some may be empty.
 
     lengths: tokens of each row of the global batch. Under a bound of tokens, rows of similar length share a
-    micro-batch; a pack has as many rows as its tokens allow, whatever ``how.rows`` is. unit: rows that stay together.
-    prompts: shared by rows of a pack, which stores each prompt once; rows of one prompt are then consecutive.
+    micro-batch; a pack has as many rows as its tokens allow, whatever ``how.micro_batch_size`` is. unit: rows that stay
+    together. prompts: shared by rows of a pack, which stores each prompt once; rows of one prompt are then consecutive.
     Raises ValueError where ``how`` has no room for a unit, or units do not divide the rows.
     """
-    rows, tokens = how.rows, how.tokens
+    rows, tokens = how.micro_batch_size, how.micro_batch_tokens
     if (rows < unit and not how.packing) or len(lengths) % unit:
         raise ValueError(f"{len(lengths)} rows in micro-batches of {rows} cannot keep {unit} rows together")
     if how.packing:

@@ -16,7 +16,7 @@ import aiohttp
 from nemo_edo.generation.server_api import HEALTH, MODELS, ServerAPI
 from nemo_edo.utils.files import end_of_log
 from nemo_edo.utils.http import ApiKey, Fault, NoAnswer, ServerError, exchange, open_session
-from nemo_edo.utils.processes import end_session, kept
+from nemo_edo.utils.processes import end_family, kept
 
 POLL_EVERY_S = 0.25  # seconds between two health checks of a server that is starting
 START = "\n--- start "  # how a line of a server's log begins that tells of a start
@@ -114,7 +114,7 @@ class Replica:
         if self.process is not None:
             self.process.terminate()
             self.process.wait()
-            end_session(self.process.pid)  # where it was killed, and could not end what it kept
+            end_family(self.process.pid)  # where it was killed, and could not end what it kept
             self.process = None
 
     def wait_until_ready(self) -> None:

@@ -276,18 +276,6 @@ def paired_share_interval(
     return _between(mean_a - mean_b, gap_R - more_R, gap_R + more_R, level)
 
 
-def mean_of_shares(
-    pairs: Sequence[tuple[ArrayLike, ArrayLike]], *, resamples: int, seed: int, level: float = 0.95
-) -> Interval:
-    """The plain mean of sum(sums) / sum(counts) over separate sets of problems, such as benchmarks: the weights of one
-    set are independent of the others'. Otherwise ``share_interval``."""
-    check_level(level)
-    data = [tuple(values[0] for values in _share_data(pair)) for pair in pairs]
-    ends = [_weighted([one], resamples, [seed, place]) for place, one in enumerate(data)]
-    lower_R, upper_R = (np.mean(found, axis=0)[0] for found in zip(*ends, strict=True))
-    return _between(float(np.mean([sums.sum() / counts.sum() for sums, counts in data])), lower_R, upper_R, level)
-
-
 def _weighted(data: Sequence[Ratio], resamples: int, seed: int | list[int]) -> tuple[np.ndarray, np.ndarray]:
     """[M, R] twice: the weighted means of M ratios over the same problems with a problem more that is wrong, and with
     one that is right. That problem has the mean count of those that count."""

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from nemo_edo.config import LoRAConfig, ModelConfig, ParallelismConfig, PrecisionConfig, SFTConfig
-from nemo_edo.data.shares import MicroBatching, Share, cut
+from nemo_edo.data.shares import Share, cut
 from nemo_edo.interfaces import GenerationEngine
 from nemo_edo.losses import reduction_count, sft_loss
 from nemo_edo.megatron.bridge import build_model
@@ -168,12 +168,9 @@ class MegatronGPTModel(ModelPT):
 
     def shares(self, batch: TrainingBatch, loss_counts: Mapping[str, float] | None = None) -> list[Share]:
         """Each data-parallel rank's share of a global batch. No other rank is asked."""
-        settings = self.settings
-        how = MicroBatching(
-            settings.micro_batch_size, settings.micro_batch_tokens, settings.packing, settings.share_prompts
-        )
         ranks = parallel_state.get_data_parallel_world_size()
-        return cut(batch, how, ranks, input_shapes(get_model_config(self.built.training_chunks[0])), loss_counts)
+        required = input_shapes(get_model_config(self.built.training_chunks[0]))
+        return cut(batch, self.settings, ranks, required, loss_counts)
 
     def loss_shares(self, batch: TrainingBatch) -> list[Share]:
         """``shares`` with the counts of the loss. Raises ValueError for a batch without any response token."""

@@ -26,10 +26,6 @@ _TYPES = {  # ``ncclDataType_t``
 }  # fmt: skip
 
 
-class NCCLError(ServerError):
-    """A function of NCCL has failed, or has not ended in time."""
-
-
 class _UniqueId(ctypes.Structure):
     _fields_ = [("internal", ctypes.c_byte * ID_BYTES)]
 
@@ -57,7 +53,7 @@ class Library:
     version detected"); two communicators of a process may belong to two versions, so torch may have any."""
 
     def __init__(self, path: str | Path) -> None:
-        """Raises NCCLError where the file is not NCCL, or older than 2.14."""
+        """Raises ServerError where the file is not NCCL, or older than 2.14."""
         self.path, self.version = str(path), "of unknown version"
         try:
             self._library = ctypes.CDLL(self.path)
@@ -66,7 +62,7 @@ class Library:
                 function.argtypes, function.restype = arguments, c_int
             self._library.ncclGetErrorString.restype = c_char_p
         except (OSError, AttributeError) as error:
-            raise NCCLError(f"{self.path} is no NCCL of 2.14 or newer: {error}") from error
+            raise ServerError(f"{self.path} is no NCCL of 2.14 or newer: {error}") from error
         code = c_int()
         self.require(self._library.ncclGetVersion(byref(code)), "ncclGetVersion")
         self.version = f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
@@ -84,10 +80,10 @@ class Library:
         return bytes(found)
 
     def require(self, status: int, what: str) -> None:
-        """Raises NCCLError, with NCCL's own words, where a call has failed."""
+        """Raises ServerError, with NCCL's own words, where a call has failed."""
         if status not in (_SUCCESS, _IN_PROGRESS):
             said = self._library.ncclGetErrorString(c_int(status)).decode()
-            raise NCCLError(f"{what}: {said} (status {status}); NCCL_DEBUG=WARN says more. This process has {self}")
+            raise ServerError(f"{what}: {said} (status {status}); NCCL_DEBUG=WARN says more. This process has {self}")
 
 
 def in_words(library: Library) -> str:
@@ -133,7 +129,7 @@ class Communicator:
     def _collective(self, name: str, tensor: Tensor, operand: int, check: Callable[[], None]) -> None:
         """operand: the root or the reduction."""
         if self._communicator is None:
-            raise NCCLError(f"{name} on a communicator that was aborted")
+            raise ServerError(f"{name} on a communicator that was aborted")
         address, stream = c_void_p(tensor.data_ptr()), c_void_p(self.stream().cuda_stream)
         number = tensor.numel(), _TYPES[tensor.dtype], operand
         self._call(name, check, address, address, *number, self._communicator, stream, waits=True)
@@ -152,7 +148,7 @@ class Communicator:
                     return
                 check()
                 if time.monotonic() > deadline:
-                    raise NCCLError(f"{name} has not ended after {self.limit_s:g} s: another rank does not take part")
+                    raise ServerError(f"{name} has not ended after {self.limit_s:g} s: another rank does not take part")
                 time.sleep(_POLL_S)
         except ServerError:
             self.abort()

@@ -17,7 +17,6 @@ import plotly.graph_objects as go
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.evaluation.results import START, Evaluation, largest, metric_name, ratio_intervals
 from nemo_edo.evaluation.stored import families
-from nemo_edo.metrics import Interval
 from nemo_edo.report import plotting
 from nemo_edo.report.comparison import Comparison, Estimate
 from nemo_edo.report.conclusions import direction, plain, signed
@@ -76,9 +75,8 @@ def all_charts(comparison: Comparison, metrics: list[str]) -> dict[str, list]:
     test, later = curves.pop("Greedy test accuracy"), curves.pop("Distinct-4 on the test problems")
     first = [forest_chart(comparison, styles, metrics), test or curves.pop("Reward over iterations")]
     diversity = [_matched_chart(comparison, styles), _frontier(comparison, styles), *_alpha_charts(comparison)]
-    test_time = [one for one in _stored_charts(comparison, styles) if one] or [_pass_chart(comparison, styles)]
-    sections: dict[str, list[plotting.Chart | None]] = {"first": first, "diversity": diversity, "test_time": test_time}
-    sections["diagnostics"] = [*curves.values(), later]
+    sections: dict[str, list[plotting.Chart | None]] = {"first": first, "diversity": diversity}
+    sections |= {"test_time": _stored_charts(comparison, styles), "diagnostics": [*curves.values(), later]}
     drawn = {name: [one for one in found if one] for name, found in sections.items()}
     return {**drawn, "undrawn": [title for title, found in curves.items() if not found]}
 
@@ -272,17 +270,6 @@ def _alpha_charts(comparison: Comparison) -> list[plotting.Chart | None]:
 
 
 # --- over the number of responses k -----------------------------------------------------------------------------------
-
-
-def _pass_chart(comparison: Comparison, styles: plotting.Styles) -> plotting.Chart | None:
-    ks = [int(found[1]) for metric in comparison.metrics if (found := re.fullmatch(r"pass@(\d+)", metric))]
-    lines = {}
-    for arm in comparison.labels:
-        cells = [comparison.cell(arm, f"pass@{k}") for k in ks]
-        lines[arm] = plotting.interval_line(ks, [cell and Interval(cell.interval.mean, *cell.band) for cell in cells])
-    caption = "Chance that at least one of k responses is correct (unbiased estimate)."
-    caption += PROBLEMS_BAND if comparison.is_one else SEEDS_BAND
-    return plotting.line_chart("pass", "pass@k", caption, lines, styles, x_title="responses (k)", y_title="pass@k")
 
 
 def _stored_charts(comparison: Comparison, styles: plotting.Styles) -> list[plotting.Chart | None]:

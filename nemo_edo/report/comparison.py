@@ -40,12 +40,6 @@ class Estimate:
     def known(self) -> bool:
         return math.isfinite(self.interval.low)
 
-    @property
-    def band(self) -> tuple[float, float]:
-        """What a chart shades: from the lowest to the highest seed, or one run's interval."""
-        values = self.by_seed.values()
-        return (min(values), max(values)) if len(values) > 1 else (self.interval.low, self.interval.high)
-
 
 @dataclass(frozen=True)
 class Difference(Estimate):

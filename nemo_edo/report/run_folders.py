@@ -46,8 +46,6 @@ def find_runs(arguments: Sequence[str]) -> FoundRuns:
         if not runs:
             raise UserError(f"{argument}: {'no run is in it' if matches else 'no such folder'}; name folders of runs")
         named += [run for run in runs if run not in named]
-    if len(arguments) == 1 and named == [Path(arguments[0])] and (named[0] / SUMMARY).is_file():
-        return FoundRuns((named[0],), {}, named[0])
     left_out = {}
     for run in named:
         if not (run / CONFIG).is_file():

@@ -72,11 +72,8 @@ class ArmSettings:
 
     label: str
     alpha: float | None
-    beta: float
     exploration_weight: float
     """alpha * beta, or the coefficient that replaces it."""
-    log_ratio_floor: float | None
-    entropy_coefficient: float
     iterations: int
 
 

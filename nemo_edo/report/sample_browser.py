@@ -81,14 +81,12 @@ def _responses(record: RunRecord, arm: str) -> dict[str, list[Response]]:
         store = RolloutStore(RunFolder(record.folder).evaluated(arm, kind))
         if not (Path(store.folder) / f"iter_{iteration:05d}").is_dir():
             continue
-        if lost := store.lost([iteration]):
-            warnings.warn(
-                f"{lost[0]} is missing or damaged, so the report shows no responses of {arm}; restore it from a copy, "
-                "or evaluate the run again",
-                stacklevel=2,
-            )
+        try:
+            rows = store.read_table(iteration, _COLUMNS).sort_by("sample_index").to_pylist()
+        except UserError as error:
+            warnings.warn(f"the report shows no responses of {arm}: {error}", stacklevel=2)
             return {}
-        for row in store.read_table(iteration, _COLUMNS).sort_by("sample_index").to_pylist():
+        for row in rows:
             right = row["finished"] and row["reward"] >= row["success_at"]
             response = [kind == GREEDY, row["reward"], row["finished"], row["answer"], row["text"], right]
             found.setdefault(row["problem_id"], []).append(response)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from nemo_edo.config import ScoreConfig
+from nemo_edo.config import MicroBatchConfig, ScoreConfig
 from nemo_edo.data.batching import minibatches
-from nemo_edo.data.shares import MicroBatching, plan_micro_batches
+from nemo_edo.data.shares import plan_micro_batches
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS
 from nemo_edo.reward_models.formats import (
@@ -99,7 +99,7 @@ def computed(
 
     longest_first = sorted(parts, key=lambda part: (-len(part.ids), part.ids, part.ends))
     lengths = [len(part.ids) for part in longest_first]
-    how = MicroBatching(len(lengths) or 1, max([batch_tokens, *lengths[:1]]))
+    how = MicroBatchConfig(len(lengths) or 1, max([batch_tokens, *lengths[:1]]))
     for places in plan_micro_batches(lengths, how, ranks=1)[0]:
         batch = [longest_first[place] for place in places]
         ids, mask = padded([part.ids for part in batch], network.config.pad_token_id or 0)  # any id: padding is masked

@@ -83,11 +83,8 @@ class PartedTable:
         return self._write(next(path for path in self._numbered() if not path.exists()), rows, metadata)
 
     def files(self) -> list[Path]:
-        return [self.path] if self.path.is_file() else sorted(self.parts.glob("part_*.parquet"))
-
-    def first_parts(self) -> list[Path]:
-        """The parts up to the first that is missing."""
-        return list(itertools.takewhile(Path.is_file, self._numbered()))
+        """The whole table, or the parts up to the first that is missing."""
+        return [self.path] if self.path.is_file() else list(itertools.takewhile(Path.is_file, self._numbered()))
 
     def open(self, path: Path, added: Collection[str] = ()) -> tuple[pq.ParquetFile, dict[str, str]]:
         """A file and its metadata. Raises UserError where it is damaged or lacks a column, but for ``added`` ones."""
@@ -157,15 +154,8 @@ class RolloutStore:
         """The iteration's responses on disk so far, in the order in which they were written: its shards, otherwise its
         parts up to the first that is missing, otherwise nothing. Errors as of ``read``."""
         has_shards = any(self._iteration_folder(iteration).glob("rank_*_of_*.parquet"))
-        paths = self._shards(iteration) if has_shards else self._table(iteration).first_parts()
+        paths = self._shards(iteration) if has_shards else self._table(iteration).files()
         return [row for path in paths for row in self._read_rows(iteration, path)]
-
-    def require(self, iterations: int) -> None:
-        """Raises UserError unless the shards of iterations 0 to ``iterations`` - 1 are there, with readable metadata
-        and this store's tokenizer."""
-        for iteration in range(iterations):
-            for path in self._shards(iteration):
-                self._open(iteration, path)
 
     def read(self, iteration: int) -> list[ScoredRollout]:
         """All ranks' rollouts, sorted by (problem_id, sample_index).
@@ -219,20 +209,16 @@ class RolloutStore:
                     yield ScoredRollout(Rollout(**row), **scores)
 
     def _read(self, iteration: int, path: Path, columns: Sequence[str] = _SCHEMA.names) -> pa.Table:
-        """The columns, with those that a file of an earlier version lacks."""
-        file = self._open(iteration, path)
+        """The columns, with those that a file of an earlier version lacks. Raises UserError for another tokenizer's."""
+        file, metadata = self._table(iteration).open(path, added=_ADDED)
+        there = metadata.get(_TOKENIZER)
+        if there is not None and self.tokenizer is not None and there != self.tokenizer:
+            raise UserError(f"{path}: has token ids of another tokenizer: {there}; this run's is {self.tokenizer}")
         with self._table(iteration).readable(path):
             table = file.read([name for name in columns if name in file.schema_arrow.names])
         for name in set(columns) - set(table.column_names):
             table = table.append_column(_SCHEMA.field(name), [[_ADDED[name]] * len(table)])
         return table.select(list(columns))
-
-    def _open(self, iteration: int, path: Path) -> pq.ParquetFile:
-        file, metadata = self._table(iteration).open(path, added=_ADDED)
-        there = metadata.get(_TOKENIZER)
-        if there is not None and self.tokenizer is not None and there != self.tokenizer:
-            raise UserError(f"{path}: has token ids of another tokenizer: {there}; this run's is {self.tokenizer}")
-        return file
 
 
 def _row(scored: ScoredRollout) -> dict[str, Any]:

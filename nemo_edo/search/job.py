@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from nemo_edo.config import NONE, RunConfig
+from nemo_edo.config import NONE, RunConfig, SearchConfig
 from nemo_edo.config.compose import arm_configs, final_iteration
 from nemo_edo.config.run import REPLICATE
 from nemo_edo.data.answers import answer_format
@@ -32,7 +32,7 @@ from nemo_edo.run.stop_signal import StopSignal
 from nemo_edo.run.stored_run import StoredRun
 from nemo_edo.run_folder import RunFolder, taken
 from nemo_edo.search.step_proposer import EngineStepProposer
-from nemo_edo.test_time.search_llm import SearchConfig, SearchLLM, SearchResult, StepPath
+from nemo_edo.test_time.search_llm import SearchLLM, SearchResult, StepPath
 from nemo_edo.types import ABSTAINED, Problem, SamplingParams
 from nemo_edo.utils.files import file_name
 from nemo_edo.worker.dispatch import workers
@@ -165,7 +165,7 @@ def _search_part(
         decode=data.decode,
         answers=answer_format(cfg.data.answer_format) if settings.end_at_answer and not by_pattern else None,
     )
-    searching = SearchLLM(proposer, scorer, SearchConfig(**{name: getattr(settings, name) for name in ALGORITHM}))
+    searching = SearchLLM(proposer, scorer, settings)
     results = searching.search([problem.question for problem in problems], seed)
     rollouts = [
         replace(proposer.solution(result.path, result.finished, seed), problem_id=problem.id)

@@ -1,9 +1,9 @@
 """Spending more compute at test time: votes over several responses, best-of-N, and tree search with a memory."""
 
+from nemo_edo.config import SearchConfig
 from nemo_edo.metrics.pass_at_k import expected_vote_score
 from nemo_edo.test_time.gaussian_process import PosteriorVariance
 from nemo_edo.test_time.search_llm import (
-    SearchConfig,
     SearchLLM,
     SearchNode,
     SearchResult,

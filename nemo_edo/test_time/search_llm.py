@@ -29,10 +29,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from nemo_edo.config import SearchConfig
 from nemo_edo.test_time.gaussian_process import PosteriorVariance
-
-WIDTHS = ("sd", "variance")
-MEANS = ("reward", "linear")
 
 
 @dataclass(frozen=True)
@@ -78,40 +76,6 @@ class StepScorer(Protocol):
         """One score for each path, in order, whatever shares the call; all embeddings have the same length D. A path
         without steps asks for the question's own: its embedding is the first observation, its reward only a target of
         ``mean="linear"``."""
-
-
-@dataclass(frozen=True)
-class SearchConfig:
-    """Settings of the search. Raises ValueError for a number out of its range or an unknown choice."""
-
-    steps: int
-    """T: iterations, hence the largest number of steps of a solution."""
-    branches: int
-    """k: next steps sampled for each expanded node."""
-    width: int
-    """s: nodes that are expanded together, and children that join the frontier."""
-    exploration: float
-    """lambda, at least 0: weight of the width in f. 0 is best-first search by reward."""
-    prior_precision: float = 1.0
-    """Prior precision of the linear model's weights. 1 suits embeddings with norms of about 1."""
-    noise_variance: float = 1.0
-    """Noise variance of a reward around the linear model."""
-    width_kind: str = "sd"
-    """sqrt(phi A^{-1} phi^T + noise_variance) with "sd", phi A^{-1} phi^T with "variance"."""
-    mean: str = "reward"
-    """r(n) in f: the reward model's with "reward", the linear model's, fitted to the expanded nodes, with "linear"."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "branches", "width"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}, expected a whole number of at least 1")
-        if not (math.isfinite(self.exploration) and self.exploration >= 0):
-            raise ValueError(f"exploration is {self.exploration}, expected a finite number of at least 0")
-        PosteriorVariance(1, self.prior_precision, self.noise_variance)  # which checks them
-        for name, allowed in (("width_kind", WIDTHS), ("mean", MEANS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True)

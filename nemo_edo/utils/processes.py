@@ -61,7 +61,7 @@ def kept(command: Sequence[str]) -> list[str]:
     """The command line of a keeper: a process that runs ``command``, and kills it with all its descendants once the
     calling process has ended, the keeper gets SIGTERM, or the command has ended. Its exit status is the command's.
     Unlike ``end_with``, any thread of the caller may start it, and grandchildren end too, in whatever session. They are
-    in the keeper's session otherwise, so that ``end_session`` finds them where the keeper itself was killed."""
+    in the keeper's session otherwise, so that ``end_family`` finds them where the keeper itself was killed."""
     # -I: import neither from this folder, whose modules could shadow the standard library's, nor from PYTHONPATH.
     return [sys.executable, "-I", __file__, str(os.getpid()), *command]
 
@@ -76,51 +76,35 @@ def _keep(parent: int, command: Sequence[str]) -> int:
         while os.getppid() == parent and running.poll() is None:
             time.sleep(1 / POLLS_PER_SECOND)
     finally:
-        end_descendants(keeper)
+        end_family(keeper)
     try:
         return running.wait(1.0)
     except subprocess.TimeoutExpired:
         return 1
 
 
-def end_descendants(ancestor: int) -> None:
-    """Kills all that descends from a process, which is every orphan's next reaper."""
-
-    def found() -> set[int]:
-        family = {ancestor}
-        processes = _processes()
-        while more := {pid for pid, (parent, _) in processes.items() if parent in family} - family:
-            family |= more
-        return family - {ancestor}
-
-    _kill_until_none(found)
-
-
-def end_session(session: int) -> None:
-    """Kills what a keeper, process ``session``, has left that was killed itself."""
-    _kill_until_none(lambda: {pid for pid, (_, of) in _processes().items() if of == session})
-
-
-def _processes() -> dict[int, tuple[int, int]]:
-    """The parent and the session of every living process."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            state, parent, _, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if state not in "ZX":
-                found[int(path.parent.name)] = int(parent), int(session)
-    return found
-
-
-def _kill_until_none(found: Callable[[], set[int]]) -> None:
-    """Again and again: a process may have been forked meanwhile. Not for ever: one that waits for a driver or a dead
-    file system does not end."""
+def end_family(root: int) -> None:
+    """Kills all that descends from a keeper, process ``root``, or is in its session. Again and again: a process may
+    have been forked meanwhile. Not for ever: one that waits for a driver or a dead file system does not end."""
     until = time.monotonic() + KILLED_WITHIN_S
-    while (pids := found()) and time.monotonic() < until:
+    while (pids := _family(root)) and time.monotonic() < until:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def _family(root: int) -> set[int]:
+    above = {}  # the parent and the session of every living process
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            state, parent, _, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                above[int(path.parent.name)] = {int(parent), int(session)}
+    family = {root}
+    while more := {pid for pid, ancestors in above.items() if ancestors & family} - family:
+        family |= more
+    return family - {root}
 
 
 def package_file(python: str, package: str, file: str) -> str | None:

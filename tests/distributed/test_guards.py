@@ -41,11 +41,11 @@ def broken_weight(policy) -> Iterator[None]:
 
 def take(policy, seed: int, fault: str | None = None) -> dict[str, list[float]]:
     """A step's report on every rank; the first row is rank 0's alone where two share the rows."""
-    from nemo_edo.data.shares import MicroBatching
+    from nemo_edo.config import MicroBatchConfig
 
     batch = tiny_models.random_batch(rows=5, seed=seed)
     batch.advantages[0] = {"loss": math.nan, "gradient": math.inf}.get(fault, 0.0)
-    settings = {**tiny_models.sft_settings(batch), "loss": loss, "micro_batching": MicroBatching(1)}
+    settings = {**tiny_models.sft_settings(batch), "loss": loss, "micro_batching": MicroBatchConfig(1)}
     with broken_weight(policy) if fault == "weight" else contextlib.nullcontext():
         report = tiny_models.train_step(policy, batch, **settings)
     reports = [None] * torch.distributed.get_world_size()

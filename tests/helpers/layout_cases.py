@@ -111,12 +111,12 @@ def restored_archive(models: Path, out: Path, parallelism: ParallelismConfig) ->
 def run(models: Path, out: Path, sizes: dict, foreign: Path | None) -> dict:
     """models: has the folders ``plain``, ``tied`` (shared embeddings) and ``other`` (the weights of another seed).
     foreign: the ``out`` of another layout, whose checkpoints are loaded here."""
-    from nemo_edo.data.shares import MicroBatching
+    from nemo_edo.config import MicroBatchConfig
     from nemo_edo.megatron import checkpoint
 
     parallelism = ParallelismConfig(**sizes)
     policy = tiny_models.build_policy(models / "plain", parallelism)
-    one_row = {"micro_batching": MicroBatching(2), "temperature": TEMPERATURE}
+    one_row = {"micro_batching": MicroBatchConfig(2), "temperature": TEMPERATURE}
     results = {"logprobs of one row": tiny_models.logprobs(policy, rows(0).rows(slice(1)), **one_row)}
     for name, model, lora in (("full", "plain", None), ("lora", "tied", LORA)):
         found = algorithms(models / model, parallelism, lora, out / name)

@@ -20,8 +20,8 @@ def evaluation(arm: str, problems: Sequence[str] | int = 50, **metrics: Sequence
     return Evaluation(arm, names, pairs)
 
 
-def settings(label: str, weight: float = 0.0, bonus: float = 0.0) -> ArmSettings:
-    return ArmSettings(label, None, 0.04, weight, None, bonus, 3)
+def settings(label: str, weight: float = 0.0) -> ArmSettings:
+    return ArmSettings(label, None, weight, 3)
 
 
 def one_run(evaluations: Sequence[Evaluation], arms: Mapping[str, ArmSettings], *, baseline: str | None = None,

@@ -19,7 +19,7 @@ def loss(logprobs, entropies, micro, _=0.0):
 
 def a_part_of_a_gradient(folder: Path, sizes: dict) -> str:
     """What is said where ranks do not add up their parts of the gradient of a norm's weight."""
-    from nemo_edo.data.shares import MicroBatching
+    from nemo_edo.config import MicroBatchConfig
 
     policy = tiny_models.build_policy(folder, ParallelismConfig(**sizes))
     norm = policy.chunks[0].module.decoder.layers[0].pre_mlp_layernorm.weight
@@ -29,7 +29,7 @@ def a_part_of_a_gradient(folder: Path, sizes: dict) -> str:
     policy.zero_grad()
     try:
         tiny_models.forward_backward(policy, batch, loss, loss_counts={"loss": float(batch.mask.sum())},
-                                     micro_batching=MicroBatching(2), temperature=0.7)
+                                     micro_batching=MicroBatchConfig(2), temperature=0.7)
     except UserError as error:
         return str(error)
     return ""
@@ -42,7 +42,7 @@ def measure(
     """The weights as exported, log-probabilities, entropies and gradients [5 rows, of different lengths], two steps'
     results, and what is generated. lora: the layers whose adapters are trained; head: "logits" or "fused"; tokens: of
     a micro-batch in each step."""
-    from nemo_edo.data.shares import MicroBatching
+    from nemo_edo.config import MicroBatchConfig
     from nemo_edo.megatron.policy import MegatronPolicy
 
     parallelism = ParallelismConfig(**sizes)
@@ -51,7 +51,7 @@ def measure(
     policy = MegatronPolicy(built.built, parallelism, PrecisionConfig(), built.device, head)
     batch = tiny_models.with_shared_prompts(tiny_models.random_batch(rows=5), {2: 0, 3: 0, 4: 1})
     # Three micro-batches: one stage has to wait.
-    cut = {"micro_batching": MicroBatching(2, tokens[0], packing, share_prompts), "temperature": 0.7}
+    cut = {"micro_batching": MicroBatchConfig(2, tokens[0], packing, share_prompts), "temperature": 0.7}
     counts = {"loss_counts": {"loss": float(batch.mask.sum())}}
     # Two blocks of each rank's columns.
     with mock.patch.multiple("nemo_edo.parallel.logprobs", BLOCK_ELEMENTS={"cpu": 1}, MIN_COLUMNS=50):
@@ -63,7 +63,7 @@ def measure(
         results["loss"] = tiny_models.forward_backward(policy, batch, loss, **counts, **cut)["loss"]
         results["gradients"] = tiny_models.exported_gradients(policy)
         # The second step has more micro-batches: a reduction that overlaps must not begin before the last.
-        cuts = [cut, {**cut, "micro_batching": MicroBatching(1, tokens[1], packing, share_prompts)}]
+        cuts = [cut, {**cut, "micro_batching": MicroBatchConfig(1, tokens[1], packing, share_prompts)}]
         steps = [tiny_models.train_step(policy, batch, loss, **counts, **other) for other in cuts]
         results["norms"] = [report["grad_norm"] for report in steps]
     results["trained"] = tiny_models.exported(policy)

@@ -171,13 +171,13 @@ def step(model, batch: TrainingBatch, exploration_weight: float | None = None) -
 
 def sft_settings(batch: TrainingBatch) -> dict:
     """What ``train_step`` and ``forward_backward`` need for the mean negative log-likelihood of a batch."""
-    from nemo_edo.data.shares import MicroBatching
+    from nemo_edo.config import MicroBatchConfig
     from nemo_edo.losses import sft_loss
 
     return {
         "loss": lambda logprobs, entropies, micro, _: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
         "loss_counts": {"sft": float(batch.mask.sum())},
-        "micro_batching": MicroBatching(2),
+        "micro_batching": MicroBatchConfig(2),
         "temperature": 1.0,
     }
 

@@ -87,7 +87,7 @@ def test_a_place_is_imported_by_its_few_users_only_or_not_by_another_place():
     "metrics": {"parallel"},
     "losses": {"config"},
     "parallel": {"errors", "utils"},
-    "test_time": {"metrics"},
+    "test_time": {"config", "metrics"},
     "adapters": {"losses"},
     "rollouts": {"config", "data", "errors", "interfaces", "types", "utils"},
     # It sees engines, scorers and policies as the Protocols of interfaces.py.

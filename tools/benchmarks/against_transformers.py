@@ -66,8 +66,9 @@ def generation(args: argparse.Namespace, theirs, built, device, prompts: list[tu
 
 
 def training(args: argparse.Namespace, theirs, built, device, prompts: list[tuple[int, ...]]) -> dict[str, Work]:
+    from nemo_edo.config import MicroBatchConfig
     from nemo_edo.data.batching import build_batch
-    from nemo_edo.data.shares import InputShapes, MicroBatching, cut
+    from nemo_edo.data.shares import InputShapes, cut
     from nemo_edo.losses import LossTerm
     from nemo_edo.megatron.forward_backward import forward_backward
     from nemo_edo.megatron.output_layer import LossHead
@@ -79,7 +80,7 @@ def training(args: argparse.Namespace, theirs, built, device, prompts: list[tupl
     batch, count = build_batch(pairs, pad_id=0), len(pairs) * NEW_TOKENS
     head = LossHead(built.chunks, args.head, built.vocab_size)
     policy = SimpleNamespace(built=built, chunks=built.chunks, head=head, device=torch.device("cpu"))
-    how = MicroBatching(8, args.tokens, packing=True, share_prompts=not args.without_sharing)
+    how = MicroBatchConfig(8, args.tokens, packing=True, share_prompts=not args.without_sharing)
 
     def loss(logprobs, entropies, micro, _):
         return {"loss": LossTerm(-(logprobs * micro.mask).sum(), float(micro.mask.sum()))}, {}

@@ -81,8 +81,7 @@ def compare_attention(rounds: int) -> None:
 
 
 def compare_steps(name: str, rounds: int) -> None:
-    from nemo_edo.config import OptimizerConfig, ParallelismConfig, PrecisionConfig
-    from nemo_edo.data.shares import MicroBatching
+    from nemo_edo.config import MicroBatchConfig, OptimizerConfig, ParallelismConfig, PrecisionConfig
     from nemo_edo.losses import sft_loss
     from nemo_edo.megatron.bridge import build_model
     from nemo_edo.megatron.platform import device_and_groups
@@ -109,7 +108,7 @@ def compare_steps(name: str, rounds: int) -> None:
             batch,
             loss,
             loss_counts={"sft": float(batch.mask.sum())},
-            micro_batching=MicroBatching(*CUTS[name][cut]),
+            micro_batching=MicroBatchConfig(*CUTS[name][cut]),
         )
         paddings[cut] = metrics["padding_share"]
 

@@ -47,7 +47,7 @@ def build_policy(folder: Path, threads: int | None, distributed: bool):
 
 
 def train_step(policy) -> None:
-    from nemo_edo.data.shares import MicroBatching
+    from nemo_edo.config import MicroBatchConfig
     from nemo_edo.losses import sft_loss
     from nemo_edo.types import TrainingBatch
 
@@ -59,7 +59,7 @@ def train_step(policy) -> None:
         batch,
         lambda logprobs, entropies, micro, _: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
         loss_counts={"sft": float(batch.mask.sum())},
-        micro_batching=MicroBatching(ROWS),
+        micro_batching=MicroBatchConfig(ROWS),
     )
 
 

@@ -24,8 +24,9 @@ from multiprocessing.connection import Connection, Pipe
 
 import torch
 
+from nemo_edo.config import MicroBatchConfig
 from nemo_edo.data.batching import build_batch
-from nemo_edo.data.shares import InputShapes, MicroBatching, Share, cut, joined
+from nemo_edo.data.shares import InputShapes, Share, cut, joined
 from nemo_edo.types import TrainingBatch
 from nemo_edo.worker import dispatch
 from nemo_edo.worker.dispatch import Answer, Workers, pack
@@ -85,7 +86,7 @@ def measure(workers: int, rollouts: int, tokens: int) -> Measured:
     called, before = workers_of(workers, sent), peak()
     batch = batch_of(rollouts, tokens)
     begun = time.perf_counter()
-    shares = cut(batch, MicroBatching(8), called.size, InputShapes())
+    shares = cut(batch, MicroBatchConfig(8), called.size, InputShapes())
     joined(shares, called.call(answer_logprobs, each=shares), batch.mask.shape)
     return Measured(workers, rollouts, tokens, sum(sent), time.perf_counter() - begun, peak() - before)
 

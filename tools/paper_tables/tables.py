@@ -18,8 +18,7 @@ import pandas as pd
 
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import START, ratio_intervals, seeds_interval
-from nemo_edo.metrics import Interval
-from nemo_edo.metrics.intervals import mean_of_shares
+from nemo_edo.metrics import Interval, intervals
 from nemo_edo.report.page import render_page, write_whole
 from nemo_edo.report.run_folders import FoundRuns, find_runs
 from nemo_edo.report.run_set import RunRecord, Trained, read_run, setting
@@ -134,6 +133,16 @@ def _of_one_seed(number: Any, policies: Sequence[Trained]) -> Interval | None:
     if len(pairs) == 1:
         return ratio_intervals(dict(pairs), **settings)[pairs[0][0]]
     return mean_of_shares([pair for _, pair in pairs], **settings)
+
+
+def mean_of_shares(pairs: Sequence[tuple[np.ndarray, np.ndarray]], *, resamples: int, seed: int) -> Interval:
+    """The plain mean of sum(sums) / sum(counts) over separate sets of problems, such as benchmarks, with its 95 %
+    interval: the weights of one set are independent of the others'. Otherwise ``share_interval``."""
+    ends = [intervals._weighted([one], resamples, [seed, place]) for place, one in enumerate(pairs)]
+    lower_R, upper_R = (np.mean(found, axis=0)[0] for found in zip(*ends, strict=True))
+    return intervals._between(
+        float(np.mean([sums.sum() / counts.sum() for sums, counts in pairs])), lower_R, upper_R, 0.95
+    )
 
 
 def write_table(found: FoundRuns, name: str, out: Path | None = None) -> list[str]:

@@ -1,13 +1,9 @@
 """Each section of a config refuses settings out of range or that do not fit each other, and names the key."""
 
-from dataclasses import fields
-
 import pytest
 
 from nemo_edo import config
 from nemo_edo.config.data import ArithmeticConfig, JudgeConfig
-from nemo_edo.config.reward_model import MEANS, WIDTHS
-from nemo_edo.test_time import search_llm
 
 URL = "http://node7:8000/v1"
 LAST_LAYER_IN_BF16 = {"fp8": "hybrid", "dtype": "bf16", "fp8_recipe": "delayed", "bf16_layers_at_end": 1}
@@ -82,9 +78,3 @@ def test_processes_of_one_copy_are_the_product_of_the_splits():
     assert (split.model_ranks, split.expert_ranks) == (30, 6)
     experts = config.ParallelismConfig(2, 3, expert_model_parallel_size=7, expert_tensor_parallel_size=1)
     assert (experts.model_ranks, experts.expert_ranks) == (6, 21)
-
-
-def test_the_settings_of_a_search_are_those_that_its_algorithm_takes():
-    assert (WIDTHS, MEANS) == (search_llm.WIDTHS, search_llm.MEANS)
-    names = [field.name for field in fields(search_llm.SearchConfig)]
-    search_llm.SearchConfig(**{name: getattr(config.SearchLLMConfig(), name) for name in names})

@@ -6,8 +6,9 @@ from helpers.responses import scored
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_edo.config import MicroBatchConfig
 from nemo_edo.data.batching import build_batch, epoch_order, minibatches, preference_pairs, sequence_lengths
-from nemo_edo.data.shares import COPIES, InputShapes, MicroBatching, Prompts, cut, plan_micro_batches
+from nemo_edo.data.shares import COPIES, InputShapes, Prompts, cut, plan_micro_batches
 from nemo_edo.types import ScoredRollout
 
 PAD = 0
@@ -51,20 +52,20 @@ def whole_units_once(plans, ranks: int, count: int, unit: int) -> list[list[int]
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.sampled_from([None, 60, 77]))
 def test_a_plan_holds_every_row_once_within_its_bounds_and_keeps_units_together(lengths, ranks, unit, units, tokens):
     lengths = [length for length in lengths for _ in range(unit)]
-    plans = plan_micro_batches(lengths, MicroBatching(units * unit, tokens), ranks, unit=unit)
+    plans = plan_micro_batches(lengths, MicroBatchConfig(units * unit, tokens), ranks, unit=unit)
     for rows in whole_units_once(plans, ranks, len(lengths), unit):
         assert len(rows) <= units * unit
         assert tokens is None or len(rows) * max(lengths[row] for row in rows) <= tokens
 
 
 def test_a_token_bound_puts_rows_of_like_length_together_which_stay_in_their_order_without():
-    assert plan_micro_batches([5] * 7, MicroBatching(2), 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
+    assert plan_micro_batches([5] * 7, MicroBatchConfig(2), 2) == [[[0, 2], [4, 6]], [[1, 3], [5]]]
     lengths = [2, 9, 3, 10]
-    assert plan_micro_batches(lengths, MicroBatching(4, 20), 1) == [[[3, 1], [2, 0]]]
+    assert plan_micro_batches(lengths, MicroBatchConfig(4, 20), 1) == [[[3, 1], [2, 0]]]
     batch = build_batch([([1], [1] * (length - 1)) for length in lengths], pad_id=PAD)
-    for how, shapes, padding in ((MicroBatching(4, 20), [(2, 9), (2, 2)], 1 - 20 / 22),
-                                 (MicroBatching(4), [(4, 9)], 1 - 20 / 36),
-                                 (MicroBatching(1, 24, packing=True), [(1, 20)], 0)):  # fmt: skip
+    for how, shapes, padding in ((MicroBatchConfig(4, 20), [(2, 9), (2, 2)], 1 - 20 / 22),
+                                 (MicroBatchConfig(4), [(4, 9)], 1 - 20 / 36),
+                                 (MicroBatchConfig(1, 24, packing=True), [(1, 20)], 0)):  # fmt: skip
         [share] = cut(batch, how, 1, InputShapes())
         assert share.shapes == shapes and share.padding_share == pytest.approx(padding)
 
@@ -73,19 +74,19 @@ def test_a_token_bound_puts_rows_of_like_length_together_which_stay_in_their_ord
 def test_a_pack_of_as_many_tokens_as_the_longest_row_has_room_for_it_in_every_layout(lengths, multiples):
     multiple, sequence = multiples
     batch = build_batch([([1], [1] * (length - 1)) for length in lengths], pad_id=PAD)
-    how, required = MicroBatching(1, max(lengths), packing=True), InputShapes(multiple=multiple, sequence=sequence)
+    how, required = MicroBatchConfig(1, max(lengths), packing=True), InputShapes(multiple=multiple, sequence=sequence)
     [share] = cut(batch, how, 1, required)
     assert sorted(row for rows in share.micro_batches for row in rows) == list(range(len(lengths)))
     assert all(length < max(lengths) + multiple + sequence for _, length in share.shapes)
     with pytest.raises(ValueError, match="exceed"):
-        cut(batch, MicroBatching(1, max(lengths) - 1, packing=True), 1, required)
+        cut(batch, MicroBatchConfig(1, max(lengths) - 1, packing=True), 1, required)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(20, 100))
 def test_packs_hold_every_row_once_differ_by_no_more_than_a_row_and_are_at_most_twice_as_many_as_could_do(
         lengths, ranks, tokens):
-    plans = plan_micro_batches(lengths, MicroBatching(1, tokens, packing=True), ranks)
-    assert plans == plan_micro_batches(lengths, MicroBatching(9, tokens, packing=True), ranks)
+    plans = plan_micro_batches(lengths, MicroBatchConfig(1, tokens, packing=True), ranks)
+    assert plans == plan_micro_batches(lengths, MicroBatchConfig(9, tokens, packing=True), ranks)
     whole_units_once(plans, ranks, len(lengths), unit=1)
     loads = [[sum(lengths[row] for row in rows) for rows in plan] for plan in plans]
     packs = [load for rank in loads for load in rank]
@@ -142,7 +143,7 @@ def test_packs_that_share_hold_every_row_once_within_their_tokens_and_their_copi
     lengths = [prompt + size for prompt, _, size in rows]
     prompts = Prompts([prompt - 1 for prompt, *_ in rows], [number[0] for _, number, _ in rows])
     tokens = max(unit * length for length in lengths) + spare
-    plans = plan_micro_batches(lengths, MicroBatching(1, tokens, packing=True), ranks, unit=unit, prompts=prompts)
+    plans = plan_micro_batches(lengths, MicroBatchConfig(1, tokens, packing=True), ranks, unit=unit, prompts=prompts)
     for pack in whole_units_once(plans, ranks, len(rows), unit):
         assert sum(lengths[row] for row in pack) - prompts.saved(pack) <= tokens
         assert sum(lengths[row] for row in pack) <= COPIES * tokens
@@ -153,7 +154,7 @@ def test_packs_that_share_hold_every_row_once_within_their_tokens_and_their_copi
     ([0] * 4, 2, [[[0, 1]], [[2, 3]]]),  # otherwise a rank would have nothing to do
 ])
 def test_rows_of_a_prompt_come_together_unless_ranks_need_them(groups, ranks: int, expected):
-    plans = plan_micro_batches([5] * 4, MicroBatching(1, 100, True), ranks, prompts=Prompts([3] * 4, groups))
+    plans = plan_micro_batches([5] * 4, MicroBatchConfig(1, 100, True), ranks, prompts=Prompts([3] * 4, groups))
     assert plans == expected
 
 

@@ -8,9 +8,9 @@ import torch
 from megatron.core import parallel_state
 
 from nemo_edo import losses
-from nemo_edo.config import DPOLossConfig, GRPOLossConfig
+from nemo_edo.config import DPOLossConfig, GRPOLossConfig, MicroBatchConfig
 from nemo_edo.data.batching import sequence_lengths
-from nemo_edo.data.shares import InputShapes, MicroBatching
+from nemo_edo.data.shares import InputShapes
 from nemo_edo.megatron import forward_backward, packing
 from nemo_edo.megatron.output_layer import LossHead
 from nemo_edo.types import TrainingBatch
@@ -76,7 +76,7 @@ def run(policy, tiny):
         tiny.clear_gradients(policy)
         settings = {"loss_counts": counts(name, batch), "temperature": TEMPERATURE, **settings}
         loss = loss or LOSSES[name]
-        metrics = tiny.forward_backward(policy, batch, loss, micro_batching=MicroBatching(*cut), **settings)
+        metrics = tiny.forward_backward(policy, batch, loss, micro_batching=MicroBatchConfig(*cut), **settings)
         padding = metrics.pop("padding_share")
         return SimpleNamespace(metrics=metrics, gradients=tiny.exported_gradients(policy), padding=padding)
 
@@ -146,7 +146,7 @@ def test_padding_that_a_layout_asks_for_changes_nothing(run, batch, dense, monke
 def test_a_shared_prompt_enters_the_model_once(policy, tiny, batch, monkeypatch):
     seen, plain = [], forward_backward.shared_inputs
     monkeypatch.setattr(forward_backward, "shared_inputs", lambda *args: seen.append(plain(*args)) or seen[-1])
-    tiny.logprobs(policy, batch, micro_batching=MicroBatching(1, 600, True, True), temperature=TEMPERATURE)
+    tiny.logprobs(policy, batch, micro_batching=MicroBatchConfig(1, 600, True, True), temperature=TEMPERATURE)
     prompts = sum(int(batch.mask[row].argmax()) for row in (0, 3, 3))
     assert prompts > 0
     assert [inputs.tokens.shape[1] for inputs in seen] == [sum(sequence_lengths(batch)) - batch.size - prompts]
@@ -162,7 +162,7 @@ def test_the_shares_of_two_data_parallel_ranks_add_up_to_the_dense_gradients(
     monkeypatch.setattr(forward_backward, "_means", lambda sums, _: totals.append(sums) or {"loss": math.nan})
     with monkeypatch.context() as two:
         two.setattr(parallel_state, "get_data_parallel_world_size", lambda: 2)
-        shares = tiny.shares(policy, batch, MicroBatching(*cut), counts(name, batch))
+        shares = tiny.shares(policy, batch, MicroBatchConfig(*cut), counts(name, batch))
     assert sorted(place for share in shares for place in share.places) == list(range(batch.size))
     assert all(share.rows.size == len(share.places) for share in shares)
     tiny.clear_gradients(policy)
@@ -227,7 +227,7 @@ def test_logprobs_that_no_trained_weight_changes_raise(run, batch, monkeypatch):
 @pytest.mark.parametrize("cut", [(2, None), (6, None), (6, 30), (1, 30, True), (1, 600, True), (1, 600, True, True)])
 def test_logprobs_and_entropies_are_those_of_transformers(policy, tiny, tiny_qwen2, batch, cut):
     """At the tokens that count; zero at every other."""
-    found = tiny.logprobs(policy, batch, micro_batching=MicroBatching(*cut), temperature=TEMPERATURE)
+    found = tiny.logprobs(policy, batch, micro_batching=MicroBatchConfig(*cut), temperature=TEMPERATURE)
     inside = batch.mask > 0
     with torch.no_grad():
         expected = tiny.dense_logprobs(tiny.load_dense(tiny_qwen2), batch.tokens, TEMPERATURE)

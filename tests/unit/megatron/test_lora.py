@@ -9,8 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_edo.config import LoRAConfig, ParallelismConfig, PrecisionConfig
-from nemo_edo.data.shares import MicroBatching
+from nemo_edo.config import LoRAConfig, MicroBatchConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.losses import sft_loss
 from nemo_edo.megatron import checkpoint
@@ -44,7 +43,7 @@ def test_logprobs_and_gradients_are_those_of_the_equation(model, tiny):
     tiny.add_dense_adapters(dense, adapters, SCALE)
     expected = tiny.dense_logprobs(dense, batch.tokens)[0] * batch.mask
     assert (expected - plain).abs().max() > 1, "the check needs adapters that matter"
-    found = tiny.logprobs(model.policy, batch, micro_batching=MicroBatching(2), temperature=1.0)[0]
+    found = tiny.logprobs(model.policy, batch, micro_batching=MicroBatchConfig(2), temperature=1.0)[0]
     torch.testing.assert_close(found * batch.mask, expected.detach(), rtol=0, atol=2e-5)
 
     sft_loss(expected, batch.mask).mean().backward()

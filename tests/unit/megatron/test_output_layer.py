@@ -7,13 +7,12 @@ import torch
 from helpers.split_cases import loss
 from megatron.core.utils import unwrap_model
 
-from nemo_edo.config import ParallelismConfig, PrecisionConfig
-from nemo_edo.data.shares import MicroBatching
+from nemo_edo.config import MicroBatchConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.megatron import output_layer
 from nemo_edo.megatron.policy import MegatronPolicy
 from nemo_edo.parallel import logprobs
 
-CUT = {"micro_batching": MicroBatching(2), "temperature": 0.7}
+CUT = {"micro_batching": MicroBatchConfig(2), "temperature": 0.7}
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from helpers import tiny_models as tiny
 
-from nemo_edo.config import OptimizerConfig
-from nemo_edo.data.shares import MicroBatching
+from nemo_edo.config import MicroBatchConfig, OptimizerConfig
 from nemo_edo.losses import LossTerm, sft_loss
 from nemo_edo.megatron.policy import exchange_contents
 
@@ -130,7 +129,7 @@ def test_weights_computes_with_the_frozen_ones_in_place_and_restores_its_own_eve
     own = [parameter for chunk in policy.chunks for parameter in chunk.parameters()]
 
     def logprobs(policy):
-        return tiny.logprobs(policy, batch, micro_batching=MicroBatching(2), temperature=1.0)[0]
+        return tiny.logprobs(policy, batch, micro_batching=MicroBatchConfig(2), temperature=1.0)[0]
 
     def addresses() -> list[set[int]]:
         return [{weight.data_ptr() for weight in weights} for weights in (own, frozen)]

@@ -9,8 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from packaging.version import Version
 
-from nemo_edo.config import ParallelismConfig, PrecisionConfig
-from nemo_edo.data.shares import MicroBatching
+from nemo_edo.config import MicroBatchConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.errors import UserError
 from nemo_edo.megatron.precision import SUPPORT, check_dimensions, check_fp8_support, configure, warn_of_emulated_bf16
 
@@ -74,7 +73,7 @@ def test_bf16_moves_logprobs_no_more_than_independent_roundings_would(tiny, tmp_
     folder = tiny.write_tiny_model(tmp_path, model_type, num_hidden_layers=2)
     batch = tiny.random_batch(rows=16, length=24)
     full, half = (
-        tiny.logprobs(policy, batch, micro_batching=MicroBatching(16), temperature=1.0)[0]
+        tiny.logprobs(policy, batch, micro_batching=MicroBatchConfig(16), temperature=1.0)[0]
         for policy in (tiny.build_policy(folder, dtype=dtype) for dtype in ("fp32", "bf16"))
     )
     with torch.no_grad():

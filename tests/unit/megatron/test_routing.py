@@ -4,16 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_edo.config import ParallelismConfig
+from nemo_edo.config import MicroBatchConfig, ParallelismConfig
 from nemo_edo.data.batching import build_batch, place_experts
-from nemo_edo.data.shares import MicroBatching
 from nemo_edo.types import GenerationRequest, SamplingParams
 
 LAYERS, EXPERTS, K = 2, 4, 2
 LAYOUTS = {
-    "padded rows": MicroBatching(3),
-    "packed": MicroBatching(3, tokens=40, packing=True),
-    "packed, prompts shared": MicroBatching(3, tokens=40, packing=True, share_prompts=True),
+    "padded rows": MicroBatchConfig(3),
+    "packed": MicroBatchConfig(3, micro_batch_tokens=40, packing=True),
+    "packed, prompts shared": MicroBatchConfig(3, micro_batch_tokens=40, packing=True, share_prompts=True),
 }
 
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from nemo_edo import metrics
-from nemo_edo.metrics.intervals import mean_of_shares
 
 
 def test_the_bootstrap_of_a_ratio_of_sums_agrees_with_the_delta_methods_closed_form():
@@ -69,12 +68,3 @@ def test_the_paired_interval_finds_what_thirty_problems_show():
     found = metrics.paired_share_interval(better, ones, worse, ones, resamples=2000, seed=0)
     assert found.low > 0.1 and found.high < 0.3
     assert found.mean == pytest.approx((better - worse).mean())
-
-
-def test_the_mean_over_benchmarks_weighs_them_equally():
-    rng = np.random.default_rng(3)
-    pairs = [(rng.random(30), np.ones(30)), (rng.random(500) / 2, np.ones(500))]
-    found = mean_of_shares(pairs, resamples=500, seed=1)
-    assert found.mean == pytest.approx(np.mean([sums.mean() for sums, _ in pairs]))
-    widths = [one.high - one.low for one in (metrics.share_interval(*pair, resamples=500, seed=1) for pair in pairs)]
-    assert widths[0] / 2 < found.high - found.low < sum(widths) / 2 * 1.05

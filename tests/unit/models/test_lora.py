@@ -6,8 +6,7 @@ import pytest
 import torch
 from helpers.tiny_models import over, step
 
-from nemo_edo.config import GRPOConfig, IDPOConfig, LoRAConfig, OptimizerConfig, SFTConfig
-from nemo_edo.data.shares import MicroBatching
+from nemo_edo.config import GRPOConfig, IDPOConfig, LoRAConfig, MicroBatchConfig, OptimizerConfig, SFTConfig
 from nemo_edo.megatron.lora import adapters_off
 
 LORA = LoRAConfig(rank=4, alpha=8.0)
@@ -54,7 +53,7 @@ def test_the_reference_is_the_policy_after_the_warm_up_and_that_without_adapters
 ):
     model = arm()
     assert model.reference is None, "a reference that stays needs no copy of the weights"
-    settings = {"micro_batching": MicroBatching(2), "temperature": 0.7}
+    settings = {"micro_batching": MicroBatchConfig(2), "temperature": 0.7}
     after_warm_up, before = (tiny.logprobs(policy, pairs, **settings)[0] for policy in (warmed_up.policy,
                                                                                  make_model(SFT).policy))
     assert (after_warm_up - before).abs().max() > 0.1, "the warm-up has changed nothing"

@@ -16,7 +16,7 @@ from helpers.controller import workers_of
 from helpers.scripted_server import ScriptedReplica, engine_of
 
 from nemo_edo.refit import nccl
-from nemo_edo.refit.libnccl import Communicator, Library, NCCLError, in_words
+from nemo_edo.refit.libnccl import Communicator, Library, in_words
 from nemo_edo.refit.nccl import NCCLSync
 from nemo_edo.utils.http import ServerError
 
@@ -157,7 +157,7 @@ nothing = bool
 
 
 def test_a_rank_that_never_joins_and_one_that_stops_coming_are_errors_after_the_limit(library):
-    with pytest.raises(NCCLError, match="ncclCommInitRankConfig has not ended after 0.3 s"):
+    with pytest.raises(ServerError, match="ncclCommInitRankConfig has not ended after 0.3 s"):
         nccl_stub.communicator(library, limit_s=0.3).join(0, 2, nothing)
     group, worker = nccl_stub.communicator(library, LIMIT_S), nccl_stub.Workers(library, LIMIT_S)
     with ThreadPoolExecutor() as pool:
@@ -165,9 +165,9 @@ def test_a_rank_that_never_joins_and_one_that_stops_coming_are_errors_after_the_
         group.join(0, 2, nothing)
         others.result()
         group.limit_s = 0.3
-        with pytest.raises(NCCLError, match="ncclBroadcast has not ended after 0.3 s"):
+        with pytest.raises(ServerError, match="ncclBroadcast has not ended after 0.3 s"):
             group.broadcast(torch.zeros(3), nothing)
-        with pytest.raises(NCCLError, match="ncclBroadcast on a communicator that was aborted"):
+        with pytest.raises(ServerError, match="ncclBroadcast on a communicator that was aborted"):
             group.broadcast(torch.zeros(3), nothing)
 
 
@@ -179,7 +179,7 @@ def test_two_versions_are_loaded_side_by_side_and_older_ones_and_other_files_are
     assert [library.version for library in libraries] == ["2.28.9", "2.29.7"]
     assert in_words(libraries[1]).startswith(f"2.29.7 sends weights, in trainer and servers ({libraries[1].path});")
     (tmp_path / "text").write_text("text")
-    with pytest.raises(NCCLError, match="is no NCCL of 2.14 or newer"):
+    with pytest.raises(ServerError, match="is no NCCL of 2.14 or newer"):
         Library(tmp_path / "text")
 
 
@@ -193,6 +193,6 @@ Workers(Library({library.path!r}), {LIMIT_S}).join(bytes.fromhex({group.unique_i
 """
     other = subprocess.Popen([sys.executable, "-c", joins], stderr=subprocess.PIPE, text=True,
                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "STUB_NCCL_VERSION": "22809"})
-    with pytest.raises(NCCLError, match=r"invalid usage.*This process has NCCL 2\.29\.7 \(.*libnccl\.so\.2\)"):
+    with pytest.raises(ServerError, match=r"invalid usage.*This process has NCCL 2\.29\.7 \(.*libnccl\.so\.2\)"):
         group.join(0, 2, nothing)
     assert "This process has NCCL 2.28.9" in other.communicate(timeout=LIMIT_S)[1]

@@ -54,7 +54,7 @@ def test_front_has_the_points_that_no_other_beats():
     assert sorted(pareto_front({"a": (1, 1), "twin": (1, 1)})) == ["a", "twin"]
 
 
-KEYS = ["differences", "test-greedy_accuracy", "matched", "frontier-vote-10", "pass", "reward", "entropy", "distinct",
+KEYS = ["differences", "test-greedy_accuracy", "matched", "frontier-vote-10", "reward", "entropy", "distinct",
         "kl", "well-formed", "exploration", "floor", "warm-up"]
 METRICS = ["greedy_accuracy", "vote@10", "distinct_4"]
 
@@ -123,7 +123,7 @@ def test_several_runs_have_the_charts_of_one_with_means_and_the_range_of_their_s
         majority.append([found.mean(f"majority@{k}") for k in (1, 2, 3, 4)])
     comparison = compare(read_runs(find_runs([str(tmp_path)])))
     drawn = by_key(comparison)
-    assert {*KEYS, "samples-pass-"} - {"differences", "pass"} <= set(drawn) and "pass" not in drawn
+    assert {*KEYS, "samples-pass-"} - {"differences"} <= set(drawn)
     low, high, line = traces(drawn["samples-majority-"])[-3:]
     assert line["y"] == pytest.approx(np.mean(majority, axis=0))
     assert low["y"] == pytest.approx(np.min(majority, axis=0)) and high["y"] == pytest.approx(np.max(majority, axis=0))

@@ -78,7 +78,7 @@ def test_a_page_forbids_every_request_and_the_runs_text_is_shown_and_never_becom
 
 def test_one_report_and_that_of_several_have_the_same_sections_and_the_runs_that_were_left_out(alone, several):
     one, set_of_runs = Page(alone), Page(several.read_text())
-    assert one.sections == set_of_runs.sections == ["results", "diversity", "test-time", "diagnostics", "setup"]
+    assert one.sections == set_of_runs.sections == ["results", "diversity", "diagnostics", "setup"]
     assert "exploration_coefficient01e-060.30" in one.text.replace(" ", "")
     named = [str(several.parent / run) for run in ("seed_1", "seed_2", "seed_3")]
     assert all(part in set_of_runs.text for part in (*named, "left out: it has not finished", "1 left out"))
@@ -184,7 +184,7 @@ def test_a_run_without_stored_responses_has_none_and_a_policy_with_damaged_ones_
     assert sample_browser(compare(one_run(write_run_folder(tmp_path / "other", arms=("grpo",), problems=3)))) is None
     shard = stored / "evaluations" / "grpo" / "sampled" / "iter_00004" / "rank_0_of_1.parquet"
     shard.write_bytes(shard.read_bytes()[:40])
-    with pytest.warns(UserWarning, match=f"{shard} is missing or damaged"):
+    with pytest.warns(UserWarning, match=f"no responses of grpo: {shard}: is not a readable"):
         found = sample_browser(compare(one_run(stored)))
     assert [one["trained"] for one in unpacked(found)["policies"]] == [False]
 

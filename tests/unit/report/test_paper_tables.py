@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pandas as pd
 import pytest
 from helpers.experiment_run import write_evaluation, write_experiment_run
@@ -18,7 +19,16 @@ from nemo_edo.report.run_folders import FoundRuns
 from nemo_edo.report.run_set import read_run
 from tools.paper_tables.published import OUT_OF_DISTRIBUTION, OVERALL, ROW, TABLES, published
 from tools.paper_tables.settings import departures
-from tools.paper_tables.tables import NOT_MEASURED, NOT_RUN, build_table, html, main, markdown, write_table
+from tools.paper_tables.tables import (
+    NOT_MEASURED,
+    NOT_RUN,
+    build_table,
+    html,
+    main,
+    markdown,
+    mean_of_shares,
+    write_table,
+)
 
 MAIN = "main/gsm8k_llama3_grpo"
 GSM8K = ("Llama-3-8B-Instruct", "GSM8K", "GSM8K")
@@ -160,3 +170,12 @@ def test_pages_escape_what_runs_say_and_fetch_nothing(run):
     page = html(table)
     assert "window.attacked" in page and attack not in page + markdown(table)
     assert "<script" not in page and "src=" not in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_the_mean_over_benchmarks_weighs_them_equally():
+    rng = np.random.default_rng(3)
+    pairs = [(rng.random(30), np.ones(30)), (rng.random(500) / 2, np.ones(500))]
+    found = mean_of_shares(pairs, resamples=500, seed=1)
+    assert found.mean == pytest.approx(np.mean([sums.mean() for sums, _ in pairs]))
+    widths = [one.high - one.low for one in (share_interval(*pair, resamples=500, seed=1) for pair in pairs)]
+    assert widths[0] / 2 < found.high - found.low < sum(widths) / 2 * 1.05

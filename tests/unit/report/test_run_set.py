@@ -156,8 +156,8 @@ def test_arms_of_one_run_with_one_label_have_their_names_too(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "spoil", "told"), [
-    ("summary.json", lambda text: text.replace('"beta": 0.001, ', "", 1), ": arms.grpo.beta is missing"),
-    ("summary.json", lambda text: text.replace('"beta": 0.001', '"beta": "x"', 1), ": arms.grpo.beta is .* not"),
+    ("summary.json", lambda text: text.replace('"exploration_weight": 0.0, ', "", 1), ": arms.grpo.exploration_w"),
+    ("summary.json", lambda text: text.replace('"alpha": 0.0', '"alpha": "x"', 1), ": arms.grpo.alpha is .* not"),
     ("evaluations/edo_floor.json", lambda text: text.replace('"vote@', '"vote\\n@', 1), "expected sums and counts"),
     ("evaluations/edo_floor.json", lambda text: re.sub(r'"sum": \[[\d.]+', '"sum": [99', text, count=1), "between 0"),
     ("config.yaml", lambda text: "seed: 1\n", "config.yaml: data is missing"),

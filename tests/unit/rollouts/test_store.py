@@ -60,10 +60,9 @@ def test_shards_that_do_not_make_one_iteration_are_an_error(tmp_path, shards, me
     store = RolloutStore(tmp_path)
     for iteration in range(3):
         store.write(iteration, [scored()])
-    store.require(3)
     for shard in shards:
         write_shard(store, [scored()], *shard)
-    for read in (lambda: store.require(4), lambda: store.read(3)):
+    for read in (lambda: store.read_table(3, ["reward"]), lambda: store.read(3)):
         with pytest.raises(UserError, match=message):
             read()
 
@@ -123,7 +122,7 @@ def test_parts_are_read_in_their_order_up_to_the_first_that_is_missing_until_the
 def test_rollouts_of_another_tokenizer_are_refused_with_both_names(tmp_path):
     RolloutStore(tmp_path, tokenizer="abc (128 tokens)").write(0, [scored()])
     other = RolloutStore(tmp_path, tokenizer="def (256 tokens)")
-    for read in (other.read, other.stored, lambda iteration: other.require(iteration + 1)):
+    for read in (other.read, other.stored, lambda iteration: other.read_table(iteration, ["reward"])):
         with pytest.raises(UserError, match=r"another tokenizer: abc \(128 tokens\); .* def \(256 tokens\)"):
             read(0)
     assert RolloutStore(tmp_path, tokenizer="abc (128 tokens)").read(0) == RolloutStore(tmp_path).read(0) == [scored()]

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nemo_edo.config import ParallelismConfig, PrecisionConfig
+from nemo_edo.config import MicroBatchConfig, ParallelismConfig, PrecisionConfig
 from nemo_edo.config.compose import compose_run
 from nemo_edo.data import model_folder
-from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import UserError
 from nemo_edo.run import comparison
 from nemo_edo.run.build import Builder
@@ -23,7 +22,7 @@ IDS = comparison.tokens(130, 64)
 
 def megatrons(tiny, folder, dtype):
     policy = tiny.build_policy(folder, dtype=dtype)
-    return tiny.logprobs(policy, comparison.batch(IDS), micro_batching=MicroBatching(2), temperature=1.0)[0]
+    return tiny.logprobs(policy, comparison.batch(IDS), micro_batching=MicroBatchConfig(2), temperature=1.0)[0]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

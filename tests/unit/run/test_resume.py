@@ -17,9 +17,8 @@ from helpers.controller import remote
 from nemo_edo.algorithms.collection import Collected
 from nemo_edo.algorithms.guards import Alarm, respond
 from nemo_edo.algorithms.services import Position
-from nemo_edo.config import CheckpointConfig, OptimizerConfig
+from nemo_edo.config import CheckpointConfig, MicroBatchConfig, OptimizerConfig
 from nemo_edo.data.batching import read_batch
-from nemo_edo.data.shares import MicroBatching
 from nemo_edo.errors import RunStopped, StoppedByGuard, UserError
 from nemo_edo.losses import sft_loss
 from nemo_edo.run.resume import SavedProgress
@@ -36,7 +35,7 @@ def model(tmp_path_factory):
     batch = tiny_models.random_batch(rows=2)
     tiny_models.train_step(
         policy, batch, lambda logprobs, entropies, micro, _: ({"sft": sft_loss(logprobs, micro.mask)}, {}),
-        loss_counts={"sft": float(batch.mask.sum())}, micro_batching=MicroBatching(2), temperature=1.0,
+        loss_counts={"sft": float(batch.mask.sum())}, micro_batching=MicroBatchConfig(2), temperature=1.0,
     )
     return remote(policy)
 

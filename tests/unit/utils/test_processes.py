@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from nemo_edo.utils.processes import end_session, kept
+from nemo_edo.utils.processes import end_family, kept
 
 STARTED = """
 import nemo_edo.cli.commands as cli, time
@@ -82,7 +82,7 @@ def test_an_ended_keeper_takes_the_command_with_it_and_what_a_killed_one_leaves_
     keeper.wait()
     assert_gone([command])
     if sent == signal.SIGKILL:
-        end_session(keeper.pid)
+        end_family(keeper.pid)
     assert_gone([started])
 
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nemo_edo.config import MicroBatchConfig
 from nemo_edo.data.batching import build_batch
-from nemo_edo.data.shares import InputShapes, MicroBatching, cut
+from nemo_edo.data.shares import InputShapes, cut
 from nemo_edo.types import GenerationRequest, Rollout, SamplingParams
 from nemo_edo.worker import remote
 from nemo_edo.worker.dispatch import Workers
@@ -25,7 +26,7 @@ class Ranks(Workers):
     def __init__(self, find) -> None:
         super().__init__()
         self.find = find
-        self.local.model = SimpleNamespace(shares=lambda batch: cut(batch, MicroBatching(2), 2, InputShapes()))
+        self.local.model = SimpleNamespace(shares=lambda batch: cut(batch, MicroBatchConfig(2), 2, InputShapes()))
 
     def call(self, work, *given, each, own=None, news=None) -> list:
         self.news = news
