@@ -157,11 +157,11 @@ class RunFolder:
         there, here = (defaults | files.flattened(config) for config in (there, here))
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
-        fixed = (*ANSWERING, *SKIPPING) if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ANSWERING
-        if ENDPOINTS in here.get("allow_changed", ()):
-            fixed = tuple(key for key in fixed if key not in ANSWERING)
-        elif None in (there.get(ANSWERING[0]), here.get(ANSWERING[0])):  # the servers are asked, and compared later
-            fixed = tuple(key for key in fixed if key != ANSWERING[0])
+        fixed = {*ANSWERING, *(SKIPPING if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ())}
+        if not self.is_finished and ENDPOINTS in here.get("allow_changed", ()):
+            fixed -= {*ANSWERING}
+        elif not self.is_finished and None in (there.get(ANSWERING[0]), here.get(ANSWERING[0])):
+            fixed -= {ANSWERING[0]}  # the servers are asked for it, and the answers compared
         different = sorted(key for key in changed if key in fixed or not f"{key}.".startswith(free))
         if different:
             key = different[0]
@@ -278,8 +278,9 @@ class RunFolder:
     # --- its files -------------------------------------------------------------------------------------------------
 
     def write_json(self, name: str | Path, value: Any) -> None:
-        """An object gets its checksum, too, which ``files.read_json`` verifies. name: below the folder's path."""
-        path = self.path / name
+        """An object gets its checksum, too, which ``files.read_json`` verifies. name: below the folder's path, or a
+        whole path."""
+        path = name if isinstance(name, Path) else self.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, files.json_text(value))
 

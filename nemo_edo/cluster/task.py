@@ -144,6 +144,8 @@ def report(launch: Path, sweep: Path) -> int:
     for place, name in missing.items():
         print(f"not finished: {name}, see {launch / 'attempts' / place}; the same launch resumes it")
     sys.stdout.flush()
+    if len(missing) == len(names):
+        return 1
     status = subprocess.run([sys.executable, "-m", "nemo_edo", "report", str(sweep)], check=False).returncode
     return status or (1 if missing else 0)
 

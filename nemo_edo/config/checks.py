@@ -167,5 +167,7 @@ def _expected(hint: Any, value: Any) -> str | None:
         broken = None if value is None else next(filter(None, (_expected(part, value) for part in others)), None)
         return broken and f"null or {broken}"
     if get_origin(hint) is list:
+        if any(isinstance(one, list | dict) for one in value):
+            return "plain values in the list"
         return next(filter(None, (_expected(parts[0], one) for one in value)), None)
     return "a finite number" if isinstance(value, float) and not math.isfinite(value) else None

@@ -6,7 +6,7 @@ and line or the override that it comes from, and what would be right.
 """
 
 import difflib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -169,20 +169,25 @@ def _merged(schema: DictConfig, values: DictConfig, prefix: str, place: Callable
         path = error.full_key.partition("[")[0] or _misplaced(values, keys, prefix)
         given, key = OmegaConf.select(values, path), f"{prefix}{path}"
         given = OmegaConf.to_container(given) if isinstance(given, Container) else given
-        expected = " or ".join(TYPE_NAMES.get(one, "a mapping") for one in _kinds(keys.get(key, dict)))
+        expected = " or ".join(map(_type_name, _kinds(keys.get(key, dict))))
         raise ConfigError(f"{key} is {given!r}, expected {expected} ({place(key)})") from error
 
 
-def _kinds(hint: Any) -> list[type]:
-    """The types that a setting may have, lists and mappings without those of their items."""
-    return [get_origin(one) or one for one in (get_args(hint) if get_origin(hint) is Union else (hint,))]
+def _kinds(hint: Any) -> Sequence[Any]:
+    """The types that a setting may have."""
+    return get_args(hint) if get_origin(hint) is Union else (hint,)
+
+
+def _type_name(kind: Any) -> str:
+    of = f", each {_type_name(get_args(kind)[0])}" if get_origin(kind) is list else ""
+    return TYPE_NAMES.get(get_origin(kind) or kind, "a mapping") + of
 
 
 def _misplaced(values: DictConfig, keys: Mapping[str, Any], prefix: str) -> str:
     """The first key with a list in place of a mapping, or the other way round: OmegaConf names none."""
     for key, hint in keys.items():
         value = OmegaConf.select(values, path := key.removeprefix(prefix), throw_on_resolution_failure=False)
-        if isinstance(value, Container) and isinstance(value, ListConfig) != (list in _kinds(hint)):
+        if isinstance(value, Container) and isinstance(value, ListConfig) != (list in map(get_origin, _kinds(hint))):
             return path
     return ""
 

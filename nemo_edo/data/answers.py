@@ -23,7 +23,8 @@ _FRACTION = re.compile(
 )
 _MARKER = "####"
 _HEADING = re.compile(  # #### Step 2: Sum, #### **1. Sums**, #### So far:
-    r"[*\s]*(?:\d+[.)]\s*[*\s]*[^\W\d_]{2}|(?:step|part|case|final|answer|solution|conclusion|summary|check)\b)|"
+    r"[*\s]*(?:\d+[.)]\s*[*\s]*[^\W\d_]{2}|(?:step|part|case|final|answer|solution|conclusion|summary|"
+    r"check|results?|calculat\w*|verif\w*|explan\w*|simplif\w*|solv\w*|comput\w*)\b)|"
     r".*:[*\s]*$",
     re.IGNORECASE,
 )
@@ -184,10 +185,15 @@ def _stated_somewhere(text: str) -> str | None:
         return number
     line, _, more = (HASHES_TEXT.extract(text) or "").partition("\n")  # #### 1/3 states no decimal, and not 3
     line = _LABEL.sub("", line)
-    if (more.strip() and _HEADING.match(line)) or len(line) > LONGEST_ANSWER:
+    if more.strip() and (_HEADING.match(line) or (not re.search(r"\d", line) and _marked(more))):
         line = ""
-    answers = (form.extract(line or text) for form in map(answer_format, ("boxed", "answer_is")))
-    return next(filter(None, answers), None) or clean_answer(line) or None
+    line = line if len(line) <= LONGEST_ANSWER else ""
+    return _marked(line or text) or clean_answer(line) or None
+
+
+def _marked(text: str) -> str | None:
+    """What is in a box, or after a phrase."""
+    return next(filter(None, (answer_format(name).extract(text) for name in ("boxed", "answer_is"))), None)
 
 
 def _stated_or_last_number(text: str) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_edo.data.answers import canonical_number
-from nemo_edo.data.benchmarks import BENCHMARKS, MATH, NUMBER, Benchmark
+from nemo_edo.data.benchmarks import BENCHMARKS, MATH, NUMBER, TEXT, Benchmark
 from nemo_edo.data.chat import chat_of, question_of
 from nemo_edo.data.rows import NAME_COLUMNS, ProblemFileError, Row, RowError, plain_values, read_rows, text_of
 from nemo_edo.errors import UserError
@@ -230,8 +230,19 @@ def _load_prepared(path: Path, benchmark: str | None) -> LoadedProblems:
         )
     if benchmark is not None and named != benchmark:
         raise ProblemFileError(f"{path}: has problems of {named}, but the config says {benchmark}")
-    problems = (Problem(**{"source": row.source, **row.content}) for row in rows)  # the checksum vouches for the fields
-    return LoadedProblems([replace(one, messages=tuple(one.messages)) for one in problems], [])
+
+    def problem(row: Row) -> Problem:
+        content = row.fields()
+        values = {
+            name: text_of(content.get(name), name, may_be_blank=name in _MAY_BE_BLANK) for name in _PREPARED_FIELDS
+        }
+        if values["answer_kind"] not in (NUMBER, MATH, TEXT):
+            raise RowError(f'"answer_kind" is {values["answer_kind"]!r}, expected {NUMBER}, {MATH} or {TEXT}')
+        of_source = {name: content[name] for name in _OF_SOURCES if name in content}
+        problem = Problem(**{"source": row.source, **values, **of_source})
+        return replace(problem, messages=tuple(problem.messages))
+
+    return read_problems(path, rows, problem, "error", "expected rows of tools/prepare_data")
 
 
 # --- problems that a user's function makes ----------------------------------------------------------------------------

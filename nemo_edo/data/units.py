@@ -38,9 +38,11 @@ NO_UNIT = frozenset(
 _OTHER_NUMBER = re.compile(
     r"(?:^(?!hundred(?![\w-]))|\b(?:of|times|below|above|under) |"
     rf"\b(?:in|by|to) (?!one (?!hundred|thousand|million)))(?:{'|'.join([*SMALL, *TENS, 'hundred', 'pi'])})(?![\w-])|"
-    rf"\b(?:multiplied|divided|raised) (?:by|to)\b|\bpoint (?:oh|{'|'.join([*SMALL, *TENS])})\b"
+    rf"\b(?:(?:multiplied|divided) by|raised to)\b|\bpoint (?:oh|{'|'.join([*SMALL, *TENS])})\b"
 )  # 1 in six, 5 below zero, 5 divided by n, 3 point oh five
-_BANKNOTES = re.compile(r"\w+[ -](?:dollar|cent)s?[ -](bill|coin|note)")  # 20 five dollar bills are counted
+_BANKNOTES = re.compile(
+    r"(?!\w+illion|thousand|hundred)\b\w+[ -](?:dollar|cent)s?[ -](bill|coin|note)"
+)  # 20 five dollar bills are counted
 _IN = Fraction(254, 10000)
 _SIZES: dict[str, dict[str, Fraction | int]] = {
     "length": {
@@ -184,7 +186,7 @@ def _read(value: str, words: str, currency: str = "") -> Measure | None:
     while tokens and (factor := _MULTIPLIERS.get(tokens[0], _MULTIPLIERS.get(tokens[0].removesuffix("s")))):
         multiplier *= factor
         tokens.pop(0)
-    if multiplier > 1 and tokens and tokens[0] in {*SMALL, *TENS}:  # 5 hundred fifty
+    if multiplier > 1 and multiplier % 100 == 0 and tokens and tokens[0] in {*SMALL, *TENS}:  # 5 hundred fifty
         return None
     tokens = [*currency.split(), *tokens]
     powers: list[tuple[str, int]] = []  # units that have a size, with their exponents

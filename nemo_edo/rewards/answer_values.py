@@ -57,7 +57,7 @@ _MEANINGS = tuple((re.compile(pattern), meaning) for pattern, meaning in (
     (r"(?:limit )?does not exist", r"\text{dne}"),
 ))  # fmt: skip
 """Words for a formula."""
-_OF_ORDER = re.compile(r"an? (?!half|quarter)\w+[ -](\w+)")  # a third acre, an eighth note
+_OF_ORDER = re.compile(r"an? (?!half|quarter (?!note|turn|past|to\b))\w+[ -](\w+)")  # a third acre, an eighth note
 _MEASURES = NAMES | set("of a as the more les square sq cubic cu foot feet percent".split())
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
 _BUILDER = re.compile(r"[a-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\\vert|[:|])(?P<rest>.*)")  # x : x < 2

@@ -21,7 +21,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.made_from import require_served
-from nemo_edo.run_folder import ENDPOINTS, NEW, REPLACEMENT, NewEvaluations, RunFolder
+from nemo_edo.run_folder import ENDPOINTS, NEW, REPLACEMENT, SUMMARY, NewEvaluations, RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
 ONE = Evaluation("grpo", ("p",), {"greedy_accuracy": (np.array([1.0]), np.array([1.0]))})
@@ -171,6 +171,18 @@ def test_another_model_of_an_endpoint_is_another_run_unless_that_is_allowed(tmp_
     RunFolder(tmp_path).check_free(yaml.safe_dump(here | {"allow_changed": [ENDPOINTS]}))
     del here["generation"]["servers"]["model"]  # asked of the server, which tells which model it has
     RunFolder(tmp_path).check_free(yaml.safe_dump(here))
+    (tmp_path / SUMMARY).write_text("{}")  # finished: no server is asked any more
+    with pytest.raises(UserError, match="generation.servers.model is 'one' there and None here"):
+        RunFolder(tmp_path).check_free(yaml.safe_dump(here))
+
+
+def test_results_are_in_the_folder_where_its_path_is_relative(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = RunFolder(Path("runs") / "a")
+    folder.write_evaluation(ONE)
+    folder.write_json("samples.json", [])
+    assert load_evaluation(tmp_path / folder.evaluation("grpo")).arm == "grpo"
+    assert (tmp_path / "runs" / "a" / "samples.json").is_file()
 
 
 @pytest.mark.parametrize(("noted", "served", "is_same"), [
