@@ -192,7 +192,7 @@ def _stated_somewhere(text: str) -> str | None:
 
 
 def _marked(text: str) -> str | None:
-    """What is in a box, or after a phrase."""
+    """The answer in a box, or after a phrase."""
     return next(filter(None, (answer_format(name).extract(text) for name in ("boxed", "answer_is"))), None)
 
 

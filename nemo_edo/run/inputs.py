@@ -14,7 +14,7 @@ from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, ModelConfig, RunConfig
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import READ, check_context, check_files, find_model, read_fields, unread_files
-from nemo_edo.data.problems import MADE, SPLITS, LoadedProblems, load_problems, normal_question, write_problems
+from nemo_edo.data.problems import MADE, SPLITS, load_problems, normal_question, write_problems
 from nemo_edo.data.problems import made_problems as source_problems
 from nemo_edo.data.prompts import (
     PromptStyle,
@@ -33,6 +33,7 @@ from nemo_edo.rewards.scorers import build_scorer
 from nemo_edo.rewards.verifier import ExactAnswerScorer
 from nemo_edo.rollouts.store import estimate_bytes, require_room
 from nemo_edo.run.made_from import MadeFrom, files_below
+from nemo_edo.run.problems import check_problems, read_problems
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.types import Problem
 from nemo_edo.utils.import_path import source_files
@@ -75,7 +76,7 @@ class Data:
     begun: datetime
     """The time that prompts have where a chat template writes it."""
     decode: Decoder
-    """What makes texts of responses."""
+    """The decoder that makes texts of responses."""
     warnings: list[str]
     """What a person should know of the prompts."""
     style: PromptStyle
@@ -221,7 +222,7 @@ def load_data(
     # What makes or teaches the problems reaches no number once the run has them, or has finished its warm-up.
     harmless = [*(["data.source"] if noted else []), *(["data.warmup"] if START in journal else [])]
     inputs = MadeFrom(input_files(cfg), noted.get("inputs", {}), cfg.allow_changed, harmless)
-    paths, loaded = _read_problems(cfg, run, made)
+    paths, loaded = read_problems(cfg, run, made)
     folder = model_folder(cfg.model, run) if cfg.model.path or tokenizer_folder is None else tokenizer_folder
     tokenizer = load_tokenizer(folder)
     if cfg.model.path is None:
@@ -239,7 +240,7 @@ def load_data(
         loaded |= scored  # without those that cannot be scored
     train, test, learned = (loaded[paths[one]].problems if one in paths else [] for one in ("train", "test", "warmup"))
     test = test[: cfg.evaluation.limit]
-    _check_problems(train, test, learned, cfg.evaluation.tuning_problems)
+    check_problems(train, test, learned, cfg.evaluation.tuning_problems)
     stop = read_stop_tokens(folder, tokenizer, cfg.sampling.stop_token_ids)
     limit, longest = cfg.model.seq_length, cfg.sampling.max_new_tokens
     room = None if limit is None else limit - longest
@@ -275,59 +276,6 @@ def load_data(
         style=style,
         warnings=warnings,
     )
-
-
-def _read_problems(
-    cfg: RunConfig, run: RunFolder, made: Mapping[str, list[Problem]]
-) -> tuple[dict[str, Path], dict[Path, LoadedProblems]]:
-    """The files of the splits that the run uses, and what is in each. made: the splits that are not in their files yet.
-    Raises UserError for a file that cannot be read."""
-    paths = _problem_files(cfg.data, run, made)
-    if "train" not in paths and cfg.algorithm != NONE:
-        raise UserError(f"data.source ({cfg.data.source}) made no train problems for algorithm {cfg.algorithm}")
-    if cfg.sft.steps:
-        paths.setdefault("warmup", paths["train"])
-    else:
-        paths.pop("warmup", None)
-    loaded: dict[Path, LoadedProblems] = {}
-    for split in ("train", "test", "warmup"):
-        if split in paths and paths[split] not in loaded:
-            is_new, path = split in made, paths[split]
-            loaded[path] = LoadedProblems(list(made[split]), []) if is_new else load_problems(path, cfg.data, split)
-    return paths, loaded
-
-
-def _check_problems(train: list[Problem], test: list[Problem], learned: list[Problem], tuning: int) -> None:
-    """Raises UserError for problems that the run could not use; ``learned`` are the warm-up's."""
-    if unsolved := next((problem for problem in learned if not problem.solution), None):
-        raise UserError(
-            f"{unsolved.source}: has no solution, which the warm-up learns (sft.steps); name its column with "
-            "data.columns.solution, or set sft.steps=0"
-        )
-    trained = {problem.id: problem.source for problem in train}
-    if shared := [problem for problem in test if problem.id in trained]:
-        first = shared[0]
-        if trained[first.id] == first.source:
-            raise UserError(f"data.train and data.test both have {first.source}: test problems must be others")
-        raise UserError(
-            f"data.train and data.test: {len(shared)} problems of one have the id of a problem of the other, such as "
-            f"{first.id} ({trained[first.id]} and {first.source}); an id begins with its file's name, so give the two "
-            "files different names"
-        )
-    if tuning > len(train):
-        expected = f"at most the number of training problems, {len(train)}"
-        raise UserError(f"evaluation.tuning_problems is {tuning}, expected {expected}")
-
-
-def _problem_files(data: DataConfig, run: RunFolder, made: Mapping[str, list[Problem]]) -> dict[str, Path]:
-    """The files of the splits that there are."""
-    if data.is_built_in or data.source is not None:
-        own = {split: run.data / f"{split}.jsonl" for split in SPLITS}
-        there = {split for split, path in own.items() if split in made or (not made and path.is_file())}
-        wanted = there if "train" in there else set()  # without it, nothing is trained
-        return {split: path for split, path in own.items() if split in {*wanted, "test"}}
-    named = {split: getattr(data, split) for split in SPLITS}
-    return {split: Path(path) for split, path in named.items() if path is not None}
 
 
 def _begun(cfg: RunConfig, noted: Mapping[str, Any]) -> datetime:

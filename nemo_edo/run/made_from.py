@@ -110,8 +110,8 @@ def require_noted(name: str, path: Path, noted: Notes) -> None:
 def require_served(noted: str | None, served: str, allowed: Sequence[str]) -> None:
     """Raises UserError where servers have another model than the run noted, if they told it then. Each is ``NAME
     (ROOT)``; a server that need not tell the root has the name twice."""
-    roots = {text.partition(" (")[0]: text.partition(" (")[2][:-1] for text in (noted or served, served)}
-    tells_no_root = len(roots) == 1 and any(f"{name} ({name})" in (noted, served) for name in roots)
+    names = {text.partition(" (")[0] for text in (noted or served, served)}
+    tells_no_root = len(names) == 1 and any(f"{name} ({name})" in (noted, served) for name in names)
     if noted and noted != served and not tells_no_root and ENDPOINTS not in allowed:
         raise UserError(
             f"{ENDPOINTS}: the servers have {served}, and had {noted} when the run began: serve that model, choose "
