@@ -158,9 +158,8 @@ class RunFolder:
         free = tuple(f"{key}." for key in MAY_CHANGE)
         changed = [key for key in there.keys() | here.keys() if there.get(key) != here.get(key)]
         fixed = {*ANSWERING, *(SKIPPING if "skip" in (there.get(SKIPPING[0]), here.get(SKIPPING[0])) else ())}
-        if not self.is_finished and ENDPOINTS in here.get("allow_changed", ()):
-            fixed -= {*ANSWERING}
-        elif not self.is_finished and None in (there.get(ANSWERING[0]), here.get(ANSWERING[0])):
+        asked = None in (there.get(ANSWERING[0]), here.get(ANSWERING[0]))
+        if not self.is_finished and (asked or ENDPOINTS in here.get("allow_changed", ())):
             fixed -= {ANSWERING[0]}  # the servers are asked for it, and the answers compared
         different = sorted(key for key in changed if key in fixed or not f"{key}.".startswith(free))
         if different:

@@ -142,11 +142,16 @@ def report(launch: Path, sweep: Path) -> int:
     missing = {place: name for place, name in names.items() if not RunFolder(sweep / name).is_finished}
     print(f"{len(names) - len(missing)} of {len(names)} members have finished")
     for place, name in missing.items():
-        print(f"not finished: {name}, see {launch / 'attempts' / place}; the same launch resumes it")
+        attempts = launch / "attempts" / place
+        where = f"see {attempts}" if attempts.exists() else "it never ran"
+        print(f"not finished: {name}, {where}; the same launch resumes it")
     sys.stdout.flush()
     if len(missing) == len(names):
         return 1
-    status = subprocess.run([sys.executable, "-m", "nemo_edo", "report", str(sweep)], check=False).returncode
+    # Not the sweep's folder: it may have members of another launch, with other settings.
+    finished = [str(sweep / name) for place, name in names.items() if place not in missing]
+    command = [sys.executable, "-m", "nemo_edo", "report", *finished, "--out", str(sweep / "report.html")]
+    status = subprocess.run(command, check=False).returncode
     return status or (1 if missing else 0)
 
 

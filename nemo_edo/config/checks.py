@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import MISSING, dataclass, is_dataclass
 from functools import cache, partial
+from numbers import Integral, Real
 from operator import attrgetter
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
@@ -109,6 +110,7 @@ def _is_server_url(value: str) -> bool:
 _URL = "a URL such as http://node7:8000, without user, password, query and fragment; api_key_variable gives a key"
 ServerUrl = Annotated[str, Constraint(_is_server_url, _URL)]
 MAY_BE_INFINITE = Constraint(lambda value: not math.isnan(value), "a number")  # infinity switches a bound off
+_NUMBERS = {int: Integral, float: Real}
 _SHOWN = {"None": "null", "False": "false", "True": "true", "[]": "none", "{}": "none"}
 """Defaults as a user writes them."""
 
@@ -164,10 +166,12 @@ def _expected(hint: Any, value: Any) -> str | None:
         return next((one.expected for one in parts[1:] if not one.holds(value)), None)
     if get_origin(hint) is Union:
         others = [part for part in parts if part is not type(None)]
-        broken = None if value is None else next(filter(None, (_expected(part, value) for part in others)), None)
-        return broken and f"null or {broken}"
+        broken = [None if value is None else _expected(part, value) for part in others]
+        return f"null or {broken[0]}" if all(broken) else None
     if get_origin(hint) is list:
         if any(isinstance(one, list | dict) for one in value):
             return "plain values in the list"
         return next(filter(None, (_expected(parts[0], one) for one in value)), None)
+    if hint in (int, float) and (isinstance(value, bool) or not isinstance(value, _NUMBERS[hint])):
+        return "a whole number" if hint is int else "a number"
     return "a finite number" if isinstance(value, float) and not math.isfinite(value) else None

@@ -24,9 +24,13 @@ _FRACTION = re.compile(
 _MARKER = "####"
 _HEADING = re.compile(  # #### Step 2: Sum, #### **1. Sums**, #### So far:
     r"[*\s]*(?:\d+[.)]\s*[*\s]*[^\W\d_]{2}|(?:step|part|case|final|answer|solution|conclusion|summary|"
-    r"check|results?|calculat\w*|verif\w*|explan\w*|simplif\w*|solv\w*|comput\w*)\b)|"
+    r"check|results?|calculat\w*|verif\w*|explan\w*|simplif\w*|solv\w*|comput\w*|plan|working|interpret\w*|"
+    r"understand\w*|reason\w*|analy\w*|approach|method|proof|strategy|overview|breakdown|given)\b)|"
     r".*:[*\s]*$",
     re.IGNORECASE,
+)
+_STATED = re.compile(  # #### 1/3 of it, #### x = 5 million, #### **Monday**
+    r"[*\s]*(?:(?:[a-zA-Z]\s*=\s*)?[-+$£€\\(\[*\s]*(?:\.?\d|[dt]?frac)|\S+[*\s]*$)"
 )
 _LABEL = re.compile(r"^[*\s]*(?:the\s+)?(?:final\s+)?answer\s*:[*\s]*(?=\S)", re.IGNORECASE)
 _HASHES = re.compile(rf"^[ \t]*{_MARKER}", re.MULTILINE)
@@ -184,11 +188,18 @@ def _stated_somewhere(text: str) -> str | None:
     if number := HASHES.extract(text):
         return number
     line, _, more = (HASHES_TEXT.extract(text) or "").partition("\n")  # #### 1/3 states no decimal, and not 3
-    line = _LABEL.sub("", line)
-    if more.strip() and (_HEADING.match(line) or (not re.search(r"\d", line) and _marked(more))):
+    line, labels = _LABEL.subn("", line)
+    if more.strip() and not labels and _is_heading(line, more):
         line = ""
     line = line if len(line) <= LONGEST_ANSWER else ""
     return _marked(line or text) or clean_answer(line) or None
+
+
+def _is_heading(line: str, more: str) -> bool:
+    """Whether the rest of a line ``####`` is a heading of Markdown, which the answer follows in ``more``."""
+    if _HEADING.match(line) or (not re.search(r"\d", line) and _marked(more)):
+        return True
+    return bool(re.search(r"\d", more)) and not (_STATED.match(line) or _marked(line))
 
 
 def _marked(text: str) -> str | None:

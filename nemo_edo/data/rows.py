@@ -102,7 +102,8 @@ def read_rows(path: Path) -> Iterator[Row]:
         ):
             content = _content(file).strip() if file.suffix == ".json" else b""
             one = _parsed(content) if content.startswith(b"{") else None
-            is_lines = isinstance(one, RowError) and b"\n{" in content
+            lines = content.split(b"\n") if isinstance(one, RowError) else [b"{"]  # which begins one object over lines
+            is_lines = lines[0].strip() != b"{" and any(isinstance(_parsed(line), dict) for line in lines)
             for row in read_rows(file) if one is None or is_lines else [Row(1, str(file), one)]:
                 number += 1
                 yield Row(number, row.source, row.content)

@@ -204,9 +204,8 @@ def score_run(run: Path, model: str, name: str, arm: str | None, tokenizer: Path
                 encoded = [parts for *_, todo in pending for _, parts in todo]
                 if cfg.too_long != "zero":
                     require_fitting(encoded, scorer.max_length, "responses")
-                elif scorer.max_length != about.max_length:  # a server's context may be shorter
-                    zeros = len(too_long(encoded, scorer.max_length))
-                    lines.append(f"{zeros} are longer than the server's context, {scorer.max_length}, with score 0")
+                elif zeros := len(too_long(encoded, scorer.max_length)) - len(too_long(encoded, about.max_length)):
+                    lines.append(f"{zeros} more are longer than the server's context, {scorer.max_length}: score 0")
                 for store, kind, label, scores, missing_scores in pending:
                     for part in minibatches(missing_scores, cfg.part_size):
                         found = scores_or_zeros(scorer, [parts for _, parts in part], scorer.max_length)

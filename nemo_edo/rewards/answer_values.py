@@ -57,8 +57,10 @@ _MEANINGS = tuple((re.compile(pattern), meaning) for pattern, meaning in (
     (r"(?:limit )?does not exist", r"\text{dne}"),
 ))  # fmt: skip
 """Words for a formula."""
-_OF_ORDER = re.compile(r"an? (?!half|quarter (?!note|turn|past|to\b))\w+[ -](\w+)")  # a third acre, an eighth note
-_MEASURES = NAMES | set("of a as the more les square sq cubic cu foot feet percent".split())
+_OF_ORDER = re.compile(  # a third acre, an eighth note
+    r"an? (?!half|quarter (?!note|turn|past|pounder|way|final|back|to\b))\w+[ -](\w+)"
+)
+_MEASURES = NAMES | set("of a as the square sq cubic cu foot feet percent".split())
 _ORDINALS = "first second third fourth fifth sixth seventh eighth ninth tenth".split()
 _BUILDER = re.compile(r"[a-z](?:\s*\\in\s*\\mathbb\{R\})?\s*(?:\\mid|\\vert|[:|])(?P<rest>.*)")  # x : x < 2
 _VERDICT = re.compile(r"(?P<verdict>yes|no|true|false)(?:, [^0-9]*)?")

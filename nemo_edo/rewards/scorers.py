@@ -11,7 +11,7 @@ from nemo_edo.config import DataConfig, RewardsConfig
 from nemo_edo.data.answers import answer_format, canonical_number, clean_answer, simple_fraction, stated_number
 from nemo_edo.data.benchmarks import NUMBER
 from nemo_edo.data.problems import LoadedProblems, without_unusable
-from nemo_edo.data.units import TEXT
+from nemo_edo.data.units import TEXT, measure
 from nemo_edo.errors import UserError
 from nemo_edo.rewards.custom import CustomScorer
 from nemo_edo.rewards.spelling import number_in_words
@@ -22,6 +22,12 @@ from nemo_edo.utils.worker_pool import Limits
 if TYPE_CHECKING:
     from nemo_edo.interfaces import Scorer
     from nemo_edo.rewards.judge import Judge
+
+
+_NO_DECIMAL = re.compile(
+    r",(?!\d{3}(?!\d))|[;:]|\b(?:and|or)\b(?! \d+/)|"  # several values, times, ratios
+    r"(?<![a-z])(?:[a-df-z]|pi)(?![a-z])|(?<![a-z\d])e(?![a-z])|[a-df-z]\d"  # variables, but not 1e5
+)
 
 
 def build_scorer(
@@ -84,11 +90,16 @@ def build_scorer(
 
 
 def _may_be_decimal(answer: str) -> bool:
-    """Whether an answer can equal a decimal number: 2^{10} and "five" can, 1/3 and "Paris" cannot."""
-    if simple_fraction(clean_answer(answer)) is not None:
-        return stated_number(answer) is not None
-    words = TEXT.sub(r"\g<words>", answer).casefold()
-    return bool(re.search(r"\d", words)) or number_in_words(words) is not None
+    """Whether an answer can equal a decimal number: 2^{10} and "five" can, 1/3, x+1, (1, 2) and "Paris" cannot."""
+    answer = re.sub(r"^[a-zA-Z]\s*=\s*", "", clean_answer(answer))
+    if stated_number(answer) is not None:
+        return True
+    value = measured.value if (measured := measure(answer)) else answer
+    if simple_fraction(value) is not None:
+        return measured is not None and measured.multiplier != 1  # half a dozen
+    words = TEXT.sub(r"\g<words>", value).casefold()
+    words = re.sub(r"\\(?!pi)[a-z]+|\ba(?= [a-z]{2})", " ", " ".join(number_in_words(words) or [words]))
+    return bool(re.search(r"\d", words)) and not _NO_DECIMAL.search(words)
 
 
 def check_functions(rewards: RewardsConfig) -> None:

@@ -83,8 +83,11 @@ class PartedTable:
         return self._write(next(path for path in self._numbered() if not path.exists()), rows, metadata)
 
     def files(self) -> list[Path]:
-        """The whole table, or the parts up to the first that is missing."""
-        return [self.path] if self.path.is_file() else list(itertools.takewhile(Path.is_file, self._numbered()))
+        return [self.path] if self.path.is_file() else sorted(self.parts.glob("part_*.parquet"))
+
+    def first_parts(self) -> list[Path]:
+        """The parts up to the first that is missing."""
+        return list(itertools.takewhile(Path.is_file, self._numbered()))
 
     def open(self, path: Path, added: Collection[str] = ()) -> tuple[pq.ParquetFile, dict[str, str]]:
         """A file and its metadata. Raises UserError where it is damaged or lacks a column, but for ``added`` ones."""
@@ -154,7 +157,7 @@ class RolloutStore:
         """The iteration's responses on disk so far, in the order in which they were written: its shards, otherwise its
         parts up to the first that is missing, otherwise nothing. Errors as of ``read``."""
         has_shards = any(self._iteration_folder(iteration).glob("rank_*_of_*.parquet"))
-        paths = self._shards(iteration) if has_shards else self._table(iteration).files()
+        paths = self._shards(iteration) if has_shards else self._table(iteration).first_parts()
         return [row for path in paths for row in self._read_rows(iteration, path)]
 
     def read(self, iteration: int) -> list[ScoredRollout]:

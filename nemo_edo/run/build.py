@@ -23,7 +23,7 @@ from nemo_edo.interfaces import GenerationEngine, WeightSync
 from nemo_edo.rollouts.store import RolloutStore, tokenizer_identity
 from nemo_edo.run.comparison import LENGTH, RECORD, FolderComparison, in_words
 from nemo_edo.run.inputs import Data, model_folder
-from nemo_edo.run.made_from import require_served
+from nemo_edo.run.made_from import compare_served
 from nemo_edo.run_folder import RunFolder
 from nemo_edo.worker.dispatch import workers
 from nemo_edo.worker.remote import RemoteEngine, RemotePolicy
@@ -185,8 +185,9 @@ class Builder:
         replicas = self.replicas(placed, run.path / "servers", torch.cuda.device_count())
         servers.start(replicas, cfg.model.seq_length)
         if cfg.generation.servers.urls and run.journal():
-            require_served(run.journal()["files"].get("served"), replicas[0].served, cfg.allow_changed)
-            run.note_inputs([], served=replicas[0].served)
+            noted = run.journal()["files"].get("served")
+            served, changed = compare_served(noted, replicas[0].served, cfg.allow_changed)
+            run.note_inputs(changed, served=served)
         self.servers = self.server_engine(replicas)
         if cfg.generation.placement == "shared":
             from nemo_edo.refit.setup import build_sleep

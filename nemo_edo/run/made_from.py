@@ -107,16 +107,24 @@ def require_noted(name: str, path: Path, noted: Notes) -> None:
     MadeFrom({name: files_below(path, ["**/*"])}, {key: one for key, one in noted.items() if key == name})
 
 
-def require_served(noted: str | None, served: str, allowed: Sequence[str]) -> None:
-    """Raises UserError where servers have another model than the run noted, if they told it then. Each is ``NAME
-    (ROOT)``; a server that need not tell the root has the name twice."""
-    names = {text.partition(" (")[0] for text in (noted or served, served)}
-    tells_no_root = len(names) == 1 and any(f"{name} ({name})" in (noted, served) for name in names)
-    if noted and noted != served and not tells_no_root and ENDPOINTS not in allowed:
+def compare_served(noted: str | None, served: str, allowed: Sequence[str]) -> tuple[str, list[str]]:
+    """What to note of the model that servers have, and what has changed since the run began, in sentences. Each model
+    is ``NAME (ROOT)``; of a server that does not tell the root, it is the name twice. Raises UserError for another
+    model than the run noted."""
+    name = served.partition(" (")[0]
+    no_root = f"{name} ({name})"
+    if not noted or noted in (served, no_root):
+        return served, []
+    if served == no_root and noted.startswith(f"{name} ("):
+        return noted, []
+    changed = f"{ENDPOINTS}: the servers have {served}, and had {noted} when the run began"
+    if ENDPOINTS not in allowed:
         raise UserError(
-            f"{ENDPOINTS}: the servers have {served}, and had {noted} when the run began: serve that model, choose "
-            f"another name=..., or resume all the same with allow_changed=[{ENDPOINTS}]"
+            f"{changed}: serve that model, choose another name=..., or resume all the same with "
+            f"allow_changed=[{ENDPOINTS}]"
         )
+    print(f"warning: {changed}, as allow_changed says", file=sys.stderr)
+    return served, [f"{changed}, as allow_changed says"]
 
 
 def files_below(path: Path, patterns: Sequence[str]) -> dict[str, Path]:

@@ -15,7 +15,8 @@ WRONG = [
         "micro_batch_size": 3, "exploration_samples": ["some", "0"], "pairs_per_prompt": 0, "alpha": -1.0,
         "label_smoothing": 0.5}),
     (config.SearchLLMConfig, "search", {
-        "steps": 0, "branches": 0, "width": -1, "part_size": 0, "batch_tokens": 0, "seed": -1, "trees": -1,
+        "steps": [0, 2.5, "4"], "branches": [0, True], "width": -1, "part_size": 0, "batch_tokens": 0, "seed": -1,
+        "trees": -1,
         "exploration": [-0.1, float("inf")], "prior_precision": 0.0, "noise_variance": float("nan"),
         "width_kind": "std", "mean": "gp", "dtype": "fp8", "name": ["a/b", ".a", ""], "step_separator": ""}),
     (JudgeConfig, "rewards.judge", {

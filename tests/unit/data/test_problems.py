@@ -183,10 +183,11 @@ def test_a_folder_has_one_split_and_lines_may_be_in_a_file_named_json(tmp_path: 
 def test_an_object_of_several_lines_with_a_mistake_is_one_bad_row_and_so_is_a_line_of_many(tmp_path: Path):
     good = json.dumps(ROWS[0])
     bad_line = f'{{"problem": "x", "gold": "1",}}\n{good}\n{good}'
-    for name, text in (("1", good), ("2", '{\n "problem": "x",\n "gold": "1",\n "gold": "2"\n}'), ("3", bad_line)):
+    twice = '{\n "problem": "x",\n "gold": "1",\n "gold": "2"\n}'
+    for name, text in (("1", good), ("2", twice), ("3", bad_line), ("4", f" {good}\n\n {good}"), ("5", f"{good}\n[2]")):
         (tmp_path / f"{name}.json").write_text(text)
     loaded = load_problems(tmp_path, DataConfig(columns=NAMED, on_bad_rows="skip"))
-    assert len(loaded.problems) == 3
+    assert len(loaded.problems) == 6
     assert loaded.skipped[0] == f'{tmp_path}/2.json: has the key "gold" twice; keep one of the two'
     assert loaded.skipped[1].startswith(f"{tmp_path}/3.json:1: is not valid JSON")
 

@@ -127,7 +127,7 @@ def test_scores_keep_the_order_and_each_rollout_meets_its_own_problem():
 
 def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_setting_says_otherwise():
     def scorer(answers: str, kind: str, *overrides: str):
-        loaded = {Path("a.jsonl"): LoadedProblems([problem(one, kind=kind) for one in answers.split(", ")], [])}
+        loaded = {Path("a.jsonl"): LoadedProblems([problem(one, kind=kind) for one in answers.split(" | ")], [])}
         cfg = compose_run("quickstart", list(overrides))
         return build_scorer(cfg.rewards, cfg.data, Path("runs/run"), loaded, lambda text: ())[0]
 
@@ -139,8 +139,9 @@ def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_settin
     assert isinstance(scorer("2", "number", "rewards.verifier=math"), MathScorer)
     with pytest.raises(UserError, match=r"p\.jsonl:1: has no answer"):
         scorer("", "number")
-    numbers = r"2^{10}, \text{five}, 3\frac{1}{2}, 1.5 million, 3/4"  # which an answer after #### can equal
+    numbers = r"2^{10} | \text{five} | 3\frac{1}{2} | 1.5 million | 3/4 | 5!"  # which an answer after #### can equal
     assert isinstance(scorer(numbers, "math"), MathScorer)
-    for answer, verifier in (("1/3", "auto"), ("blue", "math"), (r"\frac{1}{2}", "exact")):  # no response can state it
+    several = [(answer, "auto") for answer in ("(1,2)", "2 or 3", "x+1", "12:30", "A1", "1/3 cup", "x = 1/3", r"2\pi")]
+    for answer, verifier in (("1/3", "auto"), ("blue", "math"), (r"\frac{1}{2}", "exact"), *several):
         with pytest.raises(ProblemFileError, match=r"a\.jsonl: .*1 of 1[^$]*p\.jsonl:1: .*hashes_text"):
             scorer(answer, "math", f"rewards.verifier={verifier}")

@@ -20,7 +20,7 @@ from nemo_edo.config.compose import resolved_yaml
 from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import Evaluation, load_evaluation
 from nemo_edo.rollouts.store import RolloutStore
-from nemo_edo.run.made_from import require_served
+from nemo_edo.run.made_from import compare_served
 from nemo_edo.run_folder import ENDPOINTS, NEW, REPLACEMENT, SUMMARY, NewEvaluations, RunFolder
 
 CONFIG = RunConfig(model=ModelConfig(architecture={"model_type": "qwen2"}))
@@ -185,13 +185,18 @@ def test_results_are_in_the_folder_where_its_path_is_relative(tmp_path: Path, mo
     assert (tmp_path / "runs" / "a" / "samples.json").is_file()
 
 
-@pytest.mark.parametrize(("noted", "served", "is_same"), [
-    (None, "m (root)", True), ("", "m (m)", True), ("m (root)", "m (root)", True), ("m (m)", "m (a (b))", True),
-    ("m (root)", "m (m)", True), ("m (root)", "m (other)", False), ("n (n)", "m (m)", False)])
-def test_a_served_model_is_the_noted_one_by_its_root_where_both_sides_tell_it(noted, served, is_same):
-    with nullcontext() if is_same else pytest.raises(UserError, match="serve that model"):
-        require_served(noted, served, [])
-    require_served(noted, served, [ENDPOINTS])
+@pytest.mark.parametrize(("noted", "served", "to_note"), [
+    (None, "m (root)", "m (root)"), ("", "m (m)", "m (m)"), ("m (root)", "m (root)", "m (root)"),
+    ("m (m)", "m (a (b))", "m (a (b))"), ("m (root)", "m (m)", "m (root)"), ("m (root)", "m (other)", None),
+    ("n (n)", "m (m)", None), ("m (root)", "n (n)", None)])
+def test_a_served_model_is_the_noted_one_by_its_root_where_both_sides_tell_it(noted, served, to_note, capsys):
+    if to_note is not None:
+        assert compare_served(noted, served, []) == (to_note, [])
+        return
+    with pytest.raises(UserError, match="serve that model"):
+        compare_served(noted, served, [])
+    now, (changed,) = compare_served(noted, served, [ENDPOINTS])
+    assert now == served and noted in changed and changed in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("there", "here", "told"), [
