@@ -1,5 +1,6 @@
 """The benchmarks: where each comes from, the columns and row counts of its official files, and its gold answers."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -81,8 +82,12 @@ def _aime_gold(values: Mapping[str, Any]) -> Gold:
 def _stated_or_boxed_gold(values: Mapping[str, Any]) -> Gold:
     """The stated answer, or MATH's: the last box of the solution."""
     question, answer, solution = text_of(values["question"], "problem"), values["answer"], values["solution"]
+    if isinstance(answer, float) and math.isfinite(answer):
+        answer = str(int(answer) if answer.is_integer() else answer)
+    elif answer == "" or answer != answer:  # NaN is what pandas makes of none
+        answer = None
     if answer is not None:
-        answer = clean_answer(str(answer))
+        answer = clean_answer(text_of(answer, "answer", may_be_number=True))
         answer = _BOXED.extract(answer) or answer
         return question, text_of(solution or f"The final answer is ${answer}$.", "solution"), answer, MATH
     if solution is None:

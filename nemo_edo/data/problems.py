@@ -35,6 +35,15 @@ MADE = "data.source"  # the benchmark of problems that a function has made
 SPLITS = ("warmup", "train", "test")  # what a function makes; without warmup, the warm-up learns from train
 
 
+def field_of(content: Mapping[str, Any], column: str) -> Any:
+    """A column's value, or that of a field of a column: reward_model.ground_truth. None where there is none."""
+    if column in content:
+        return content[column]
+    for part in column.split("."):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return content
+
+
 def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
     """The problem of a row, named ``STEM-ID``; the row's number is its id where it has none. Raises RowError for a
     missing column, and for a value that is none of JSON's."""
@@ -49,12 +58,9 @@ def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
         is_empty |= name == "solution" and not (isinstance(value, str) and value.strip())
         if setting is None and (name in named or is_empty):
             continue  # another's column, or nothing
-        if name != "id":
-            metadata.pop(column, None)
-        if column not in content:  # a field of a column: reward_model.ground_truth
-            value = content
-            for part in column.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
+        if name == "question" or (name != "id" and isinstance(value, str | None)):
+            metadata.pop(column, None)  # another answer or solution stays as it is, for users' rewards
+        value = field_of(content, column)
         if column in content or value is not None:
             if name == "question" and isinstance(value, list | tuple):
                 chat = chat_of(value, column)

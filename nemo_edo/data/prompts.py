@@ -28,6 +28,7 @@ TokenIds = tuple[int, ...]
 REMEDY = f"set {SETTING} to a file or to false, or what it needs (data.system_prompt, data.chat_template_kwargs)"
 _DECODED = 32  # prompts whose tokens are read again as text
 _CONTENT, _REPLY = "text", "reply"
+_LIKE_SPECIAL = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")  # <|im_end|>, [/INST]
 _OURS, _USERS = 0x100000, 0x108000
 """The first of the private characters that stand for markup that is meant, and for text that looks like it."""
 _PRIVATE, _USERS_PRIVATE = (re.compile(f"[{chr(first)}-{chr(0x10FFFF)}]") for first in (_OURS, _USERS))
@@ -137,14 +138,32 @@ def left_out_tokens(tokenizer: PreTrainedTokenizerBase, style: PromptStyle) -> f
 
 
 def warnings_of(
-    prompts: Mapping[str, TokenIds], tokenizer: PreTrainedTokenizerBase, style: PromptStyle, pattern: str,
-    ends: Collection[int],
+    problems: Sequence[Problem], prompts: Mapping[str, TokenIds], tokenizer: PreTrainedTokenizerBase,
+    style: PromptStyle, pattern: str, ends: Collection[int],
 ) -> list[str]:  # fmt: skip
-    """What may not be meant: special tokens that ``data.prompt`` or ``data.answer_pattern`` (``pattern``) asks for and
-    responses' texts are without, and a begin token that a chat template does not write. ends: of responses."""
-    said, begin = [], tokenizer.bos_token_id
+    """What may not be meant: special tokens in questions, which stay text, and those that ``data.prompt`` or
+    ``data.answer_pattern`` (``pattern``) asks for and responses' texts are without; a begin token that a chat template
+    does not write, and an end of its turns that ends no response. ends: of responses."""
+    said, begin, special = [], tokenizer.bos_token_id, special_tokens(tokenizer)
+    rendered = [
+        (problem.source, found)
+        for problem in problems
+        if (found := special.keys() & {*_LIKE_SPECIAL.findall(_said_in(problem))} - {*style.kept})
+    ]
+    if rendered:
+        source, found = rendered[0]
+        said.append(
+            f"warning: {len(rendered)} of {len(problems)} questions have special tokens, which the model reads as "
+            f"plain text, such as {', '.join(sorted(found))} in {source}; where a chat template has written them, give "
+            "the questions alone"
+        )
+    if style.chat and (end := _end_of_turn(style.chat, special)) is not None and special[end] not in ends:
+        said.append(
+            f"warning: {style.chat.name} ends the model's turn with {end}, which ends no response: the model goes on "
+            f"after it; sampling.stop_token_ids=[{special[end]}] makes it an end"
+        )
     asked = [
-        token for token, one in special_tokens(tokenizer).items()
+        token for token, one in special.items()
         if token not in style.kept and one not in ends and token in style.template + pattern.replace("\\", "")
     ]  # fmt: skip
     if asked:
@@ -159,6 +178,18 @@ def warnings_of(
             f"warning: {style.chat.name} writes no {tokenizer.bos_token}, which the tokenizer puts before a text"
         )
     return said
+
+
+def _said_in(problem: Problem) -> str:
+    return "\n".join(message["content"] for message in problem.messages) if problem.messages else problem.question
+
+
+def _end_of_turn(chat: ChatTemplate, special: Collection[str]) -> str | None:
+    """The special token that the template writes after the model's reply, if any."""
+    answered = [{"role": "user", "content": _CONTENT}, {"role": "assistant", "content": _REPLY}]
+    [text] = chat.render([answered], closed=(0,))
+    after = text.rpartition(_REPLY)[2].lstrip() if isinstance(text, str) else ""
+    return max((token for token in special if after.startswith(token)), key=len, default=None)
 
 
 def encode_prompts(

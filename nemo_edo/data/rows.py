@@ -1,5 +1,7 @@
 """The rows of a data file: JSON lines, a JSON list, Parquet, a folder of either, or a data set saved to disk."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,13 +9,17 @@ from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 from nemo_edo.errors import UserError
 from nemo_edo.utils.wording import shown
 
-_OF_A_SPLIT = re.compile(r"(train|test|valid|validation|dev|eval)(?:-\d+-of-\d+(?:-[0-9a-f]+)?)?")
+if TYPE_CHECKING:
+    import pyarrow
+
+_OF_A_SPLIT = re.compile(r"(?:.*[_-])?(train|test|val|valid|validation|dev|eval)(?:[_-].*)?")  # gsm8k_train, test_prefs
+_NO_IMAGE = {"bytes": None, "path": None}
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json"}  # JSON files that the hub's data sets have next to their rows
 NAME_COLUMNS = "other columns are named with data.columns.question=NAME and data.columns.answer=NAME"
 
@@ -88,7 +94,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     elif path.is_dir():
         files = [
             file for file in path.rglob("*")
-            if file.suffix in (".json", ".jsonl", ".parquet") and file.name not in _NOT_ROWS
+            if file.suffix in (".json", ".jsonl", ".parquet") and file.name not in _NOT_ROWS and file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         ]  # fmt: skip
         if not files:
@@ -122,9 +128,9 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def _split(file: Path) -> str | None:
     """The split that a file of a folder names, or else the nearest folder around it."""
-    found = map(_OF_A_SPLIT.fullmatch, (file.stem, *reversed(file.parts[:-1])))
+    found = map(_OF_A_SPLIT.fullmatch, (file.stem, *(folder.stem for folder in list(file.parents)[:-1])))
     split = next((match[1] for match in found if match), None)
-    return "validation" if split == "valid" else split
+    return "validation" if split in ("val", "valid") else split
 
 
 def _content(path: Path) -> bytes:
@@ -176,14 +182,31 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
 
     try:
         table = parquet.read_table(path, page_checksum_verification=True)
-        images = [name for name in table.column_names if name.startswith("image")]
+        named = [column for column in table.schema if column.name.startswith("image")]
+        images = [column.name for column in named if _may_hold_images(column)]
+        told = {name: table.column(name).to_pylist() for name in images}
         table = table.drop_columns(images)
         for place, column in enumerate(table.schema):
             if pyarrow.types.is_timestamp(column.type):  # nanoseconds and time zones need other packages
                 table = table.set_column(place, column.name, table.column(place).cast(pyarrow.string()))
-        return table.to_pylist()
+        rows: list[Any] = table.to_pylist()
+        for name, values in told.items():
+            for place in (place for place, value in enumerate(values) if value and value != _NO_IMAGE):
+                rows[place] = RowError(f'has an image in "{name}"; only problems of text are trained')
+        return rows
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ProblemFileError(f"{path}: is not a readable Parquet file ({error}); download it again") from error
+
+
+def _may_hold_images(column: pyarrow.Field) -> bool:
+    """Bytes, paths, or objects with either, and not the number or the size of images."""
+    from pyarrow import types
+
+    kind = column.type
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    return (is_text and re.fullmatch(r"images?(_\d+)?", column.name) is not None) or not (
+        is_text or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    )
 
 
 def _saved_rows(folder: Path) -> Iterable[dict[str, Any]]:

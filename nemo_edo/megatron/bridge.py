@@ -88,6 +88,9 @@ def _check_conversion(folder: Path, fields: dict[str, Any], parallelism: Paralle
             f"supported are {', '.join(supported)}"
         )
     config = load_config(fields, source)
+    if unwritten := next((name for name in ("vocab_size", "num_hidden_layers") if name not in fields), None):
+        taken = getattr(config, unwritten)
+        raise UserError(f"{source}: has no {unwritten}, for which transformers takes {taken}; write it into the file")
     bridge = AutoBridge.from_hf_config(config)._model_bridge
     provider = check_fields(fields, config, lambda one: bridge.provider_bridge(SimpleNamespace(config=one)), source)
     check_context_parallel(provider, parallelism)

@@ -96,17 +96,18 @@ def load_config(fields: Mapping[str, Any], source: str) -> PretrainedConfig:
         config = _config(fields)
     except MADE_ERRORS as error:
         raise not_taken(source, "transformers", error) from error
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None or config.get_text_config() is not config:
+        raise UserError(
+            f"{source}: model_type {config.model_type} is a model of text and images: export its model of text alone "
+            f"({config.get_text_config().model_type})"
+        )
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is None or fields.get("architectures") != [model.__name__]:
         built = "no causal language model" if model is None else model.__name__
         raise UserError(
             f"{source}: architectures is {fields.get('architectures')}, and transformers builds {built} for model_type "
             f"{config.model_type!r}; correct the one that is wrong"
-        )
-    if (heads := getattr(config, "num_attention_heads", None)) is None:
-        raise UserError(
-            f"{source}: model_type {config.model_type} is a model of text and images: export its model of text alone "
-            f"({config.get_text_config().model_type})"
         )
     if heads % (groups := getattr(config, "num_key_value_heads", None) or heads):
         raise UserError(f"{source}: num_attention_heads is {heads}, no multiple of num_key_value_heads, {groups}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_edo.config import RewardsConfig
 from nemo_edo.data.answers import AnswerFormat, canonical_number
+from nemo_edo.data.problems import field_of
 from nemo_edo.errors import PartlyScored, UserError
 from nemo_edo.rewards.verifier import Response, read_responses
 from nemo_edo.types import Problem, Rollout, ScoredRollout
@@ -214,6 +215,10 @@ class CustomScorer:
         columns = {"question": problem.question, **own["metadata"]}
         columns |= {"answer": problem.answer, "solution": problem.solution}
         columns |= {name: own[field] for name, field in self.columns.items() if field in own}
+        # Numbers and lists as the data has them.
+        columns |= {name: one for name, one in own["metadata"].items() if not isinstance(one, str)}
+        answer = next((name for name, field in self.columns.items() if field == "answer"), "answer")
+        truth = field_of(own["metadata"], answer)
         is_chat = bool(problem.messages)
         return {
             **own,
@@ -221,7 +226,7 @@ class CustomScorer:
             "completion": [{"role": "assistant", "content": text}] if is_chat else text,
             "data_source": columns.get("data_source", problem.source),
             "extra_info": columns.get("extra_info", own["metadata"]),
-            **({_TRUTH: problem.answer} if problem.answer else {}),
+            **({_TRUTH: problem.answer if isinstance(truth, str | None) else truth} if problem.answer else {}),
             **{COLUMN + name: value for name, value in columns.items()},
         }
 

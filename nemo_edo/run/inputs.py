@@ -249,7 +249,7 @@ def load_data(
     named = {token for source, ids in stop.named_by.items() if source != SETTING for token in ids}
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
-    warnings = warnings_of(prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
+    warnings = warnings_of([*train, *test], prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
         if cfg.has_arms and not cfg.generation.routing_replay:

@@ -148,8 +148,8 @@ def test_a_column_that_nobody_named_refuses_no_file_and_a_whole_number_may_be_a_
     pq.write_table(table, tmp_path / "odd.parquet")
     [found] = load_problems(tmp_path / "odd.parquet", DataConfig(columns=NAMED)).problems
     assert (found.answer, found.answer_kind) == ("2", "number")
-    assert found.metadata == {"at": "2024-01-02 03:00:00.000000Z", "day": "2024-01-02", "price": "1.50", "raw": None,
-                              "ns": "1970-01-01 00:00:00.000000001"}  # fmt: skip
+    assert found.metadata == {"gold": 2.0, "at": "2024-01-02 03:00:00.000000Z", "day": "2024-01-02",
+                              "price": "1.50", "raw": None, "ns": "1970-01-01 00:00:00.000000001"}  # fmt: skip
 
 
 def test_a_column_serves_one_purpose_and_optional_ones_that_nobody_named_may_be_empty(tmp_path: Path):
@@ -178,6 +178,24 @@ def test_a_folder_has_one_split_and_lines_may_be_in_a_file_named_json(tmp_path: 
     (tmp_path / "one" / "eval").mkdir(parents=True)
     write(tmp_path / "one" / "eval" / "test.jsonl", ROWS)
     assert len(load_problems(tmp_path / "one", DataConfig(columns=NAMED)).problems) == len(ROWS)
+
+
+@pytest.mark.parametrize("names", [("train", "val"), ("gsm8k_train", "gsm8k_test"), ("train_prefs-0", "test_prefs-0")])
+def test_splits_are_told_apart_by_the_names_that_people_give_them(tmp_path: Path, names):
+    for name in names:
+        write(tmp_path / f"{name}.parquet", ROWS)
+    with pytest.raises(UserError, match="has files of the splits"):
+        load_problems(tmp_path, DataConfig(columns=NAMED))
+
+
+def test_a_folder_of_parquet_is_read_once_and_rows_with_images_are_bad_ones(tmp_path: Path):
+    (tmp_path / "data" / "train.parquet").mkdir(parents=True)
+    image = {"image": {"bytes": b"x", "path": None}, "image_count": 1}
+    write(tmp_path / "data" / "train.parquet" / "part-0.parquet", [{**ROWS[0], **image}, {**ROWS[1], "image": None}])
+    loaded = load_problems(tmp_path / "data", DataConfig(columns=NAMED, on_bad_rows="skip"))
+    [found] = loaded.problems
+    assert found.question == ROWS[1]["problem"] and found.metadata["image_count"] is None
+    assert len(loaded.skipped) == 1 and 'has an image in "image"' in loaded.skipped[0]
 
 
 def test_an_object_of_several_lines_with_a_mistake_is_one_bad_row_and_so_is_a_line_of_many(tmp_path: Path):
@@ -231,8 +249,8 @@ def test_a_functions_problems_are_kept_and_read_back_with_their_metadata(tmp_pat
     (tmp_path / "my_data.py").write_text(CODE)
     made = made_problems("my_data:make", {"size": 2}, Columns())
     assert [(p.id, p.answer, p.metadata, p.source) for p in made["train"]] == [
-        ("train-q0", "0", {"id": "q0", "level": 0}, "my_data:make train 1"),
-        ("train-q1", "1", {"id": "q1", "level": 1}, "my_data:make train 2")]  # fmt: skip
+        ("train-q0", "0", {"id": "q0", "level": 0, "answer": 0}, "my_data:make train 1"),
+        ("train-q1", "1", {"id": "q1", "level": 1, "answer": 1}, "my_data:make train 2")]  # fmt: skip
     for split, problems in made.items():
         path = tmp_path / f"{split}.jsonl"
         write_problems(path, problems, benchmark=MADE, split=split, source={}, skipped=0)

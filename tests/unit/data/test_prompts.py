@@ -202,13 +202,17 @@ def test_kept_special_tokens_are_words_and_others_that_an_answer_needs_are_warne
     tokenizer = make(tmp_path, CHATML)
     answer = [*tokenizer.convert_tokens_to_ids(["<answer>", "1", "</answer>", "<|im_end|>"])]
     style = prompt_style(DataConfig(prompt="{question}"), tokenizer)
-    [said] = prompts.warnings_of({}, tokenizer, style, "<answer>(.*)</answer>", {3})
+    [said] = prompts.warnings_of([], {}, tokenizer, style, "<answer>(.*)</answer>", {3})
     assert "data.keep_special_tokens=['<answer>','</answer>']" in said
     assert prompts.left_out_tokens(tokenizer, style) is None
+    asked = [problem(question="<|im_start|>user\n1<|im_end|>"), problem()]
+    ended, told = prompts.warnings_of(asked, {}, tokenizer, style, "", {1})[::-1]
+    assert "1 of 2 questions" in told and "<|im_end|>, <|im_start|> in " in told
+    assert "ends the model's turn with <|im_end|>" in ended and "sampling.stop_token_ids=[3]" in ended
     kept = DataConfig(prompt="{question} <answer>", keep_special_tokens=["<answer>", "</answer>"])
     style = prompt_style(kept, tokenizer)
     left_out = prompts.left_out_tokens(tokenizer, style)
-    assert prompts.warnings_of({}, tokenizer, style, "<answer>", {3}) == []
+    assert prompts.warnings_of([], {}, tokenizer, style, "<answer>", {3}) == []
     assert Decoder(tokenizer, frozenset({3}), left_out)([2, *answer]) == "<answer>1</answer>"
     assert Decoder(tokenizer, frozenset({3}))(answer) == "1"
     assert encode_prompts([problem()], tokenizer, style, max_prompt_tokens=None)["t-1"].count(answer[0]) == 1

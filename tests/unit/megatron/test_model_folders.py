@@ -142,6 +142,7 @@ DAMAGED_FIELDS = {
     "groups of heads": ("qwen3", {"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
     "an odd head": ("mistral", {"head_dim": 17}, "head_dim is 17"),
     "one expert": ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "num_experts_per_tok is 1, and"),
+    "no vocab_size": ("qwen3", {"vocab_size": ...}, "has no vocab_size, for which transformers takes 151936"),
     "more experts than there are": ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, of 4"),
     "no kind": ("llama", {"model_type": ["llama"]}, "model_type is"),
     "a factor in quotes": ("llama", {"rope_parameters": {**LINEAR, "factor": "2.0"}}, "factor .* is '2.0'"),

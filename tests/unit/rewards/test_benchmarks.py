@@ -72,6 +72,12 @@ def test_math_s_rows_keep_their_other_columns_and_may_have_the_answer_alone(tmp_
         ("5", {"level": "Level 2", "type": "Algebra"}), (r"\frac12", {"level": 3})]  # fmt: skip
     write_problems(kept, problems, benchmark="math", split="test", source={}, skipped=0)
     assert [one.metadata for one in load(kept, "math").problems] == [one.metadata for one in problems]
+    odd = [{"problem": "c", "answer": float("nan"), "solution": r"\boxed{5}"}, {"problem": "d", "answer": 2.5},
+           {"problem": "e", "answer": ["72"]}, {"problem": "f", "answer": True}]  # fmt: skip
+    path.write_text("\n".join(map(json.dumps, odd)))
+    with pytest.warns(UserWarning, match="has 4 rows"):
+        loaded = load(path, "math", on_bad_rows="skip")
+    assert ([one.answer for one in loaded.problems], len(loaded.skipped)) == (["5", "2.5"], 2)
     path.write_text(json.dumps({"problem": "a", "gold": "5"}))
     with pytest.raises(ValueError, match=r'has neither "solution" nor "answer"; .*data\.columns\.answer=NAME'):
         load(path, "math")

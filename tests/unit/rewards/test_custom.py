@@ -9,9 +9,10 @@ from helpers.responses import scored
 
 from nemo_edo.config import RewardsConfig
 from nemo_edo.config.compose import compose_run
-from nemo_edo.config.data import RewardFunctionConfig
+from nemo_edo.config.data import Columns, RewardFunctionConfig
 from nemo_edo.data.answers import HASHES_TEXT
-from nemo_edo.data.problems import LoadedProblems
+from nemo_edo.data.problems import LoadedProblems, named_problem
+from nemo_edo.data.rows import Row
 from nemo_edo.errors import PartlyScored, UserError
 from nemo_edo.rewards.custom import CustomScorer
 from nemo_edo.rewards.scorers import build_scorer
@@ -163,6 +164,19 @@ def test_trl_functions_get_messages_where_the_data_are_chats(scorer, tmp_path):
     (tmp_path / "my_rewards.py").write_text(code)
     chats = [replace(one, messages=({"role": "user", "content": one.question},)) for one in PROBLEMS]
     assert [one.reward for one in scorer("chat").score(rollouts(["four", "5"]), chats)] == [5, 2]
+
+
+def test_columns_are_what_the_data_has_in_them_numbers_and_lists_too(scorer, tmp_path):
+    (tmp_path / "my_rewards.py").write_text(
+        "def trl(completions, target, solution): return [int(c) + t + len(s) for c, t, s in "
+        "zip(completions, target, solution)]\n"
+        "def verl(solution_str, ground_truth): return int(solution_str) == ground_truth\n")
+    row = {"question": "1 + 1", "target": 2, "solution": ["a", "b", "c"]}
+    made = named_problem(Columns(answer="target"), Row(1, "t:1", row), "t")
+    assert (made.answer, made.solution) == ("2", "")
+    told = [scored("t-1", 0, text="2").rollout]
+    assert [one.reward for one in scorer("trl").score(told, [made])] == [7]
+    assert [one.reward for one in scorer("verl").score(told, [made])] == [1]
 
 
 def test_what_is_kept_of_a_failed_call_never_splits_a_group_of_a_function_that_compares_responses(scorer):

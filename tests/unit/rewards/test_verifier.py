@@ -141,6 +141,8 @@ def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_settin
         scorer("", "number")
     numbers = r"2^{10} | \text{five} | 3\frac{1}{2} | 1.5 million | 3/4 | 5!"  # which an answer after #### can equal
     assert isinstance(scorer(numbers, "math"), MathScorer)
+    with pytest.raises(ProblemFileError, match="a list or an object as a text"):
+        scorer('["72"]', "math", "data.answer_format=boxed")
     several = [(answer, "auto") for answer in ("(1,2)", "2 or 3", "x+1", "12:30", "A1", "1/3 cup", "x = 1/3", r"2\pi")]
     for answer, verifier in (("1/3", "auto"), ("blue", "math"), (r"\frac{1}{2}", "exact"), *several):
         with pytest.raises(ProblemFileError, match=r"a\.jsonl: .*1 of 1[^$]*p\.jsonl:1: .*hashes_text"):
