@@ -36,6 +36,7 @@ ANSWERING = ("generation.servers.model", "generation.servers.chat")
 """Settings that say which model of an endpoint answers, and to what: another one's responses are no part of the run."""
 ENDPOINTS = "generation.servers.urls"
 CONFIG, JOURNAL, LOCK, METRICS = "config.yaml", "journal.json", "lock", "metrics.jsonl"
+WARNINGS = "warnings.jsonl"
 SUMMARY, SAMPLES = "summary.json", "samples.json"
 TRACKED = "trackers.json"
 """The run's ids in W&B and MLflow, where a resumed run continues."""

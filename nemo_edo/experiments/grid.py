@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.config.run import START
 from nemo_edo.errors import RunStopped
-from nemo_edo.run_folder import CONFIG, EVALUATED_AGAIN, JOURNAL, METRICS, RunFolder
+from nemo_edo.run_folder import CONFIG, EVALUATED_AGAIN, JOURNAL, METRICS, WARNINGS, RunFolder
 from nemo_edo.utils.owned_file import InUse, OwnedFile
 from nemo_edo.utils.processes import end_with
 from nemo_edo.utils.status_line import StatusLine
@@ -90,7 +90,7 @@ class Cell:
         """Equal for two cells whose warm-up, with its evaluation, is the same; None without one."""
         if not self.cfg.sft.steps:
             return None
-        return hashlib.sha256(json.dumps(_reaching(self.config)).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(_settings(self.config)).encode()).hexdigest()[:16]
 
     def command(self, processes: int = 1) -> list[str]:
         return train_command(self.config_name, self.overrides, self.config_dir, processes)
@@ -213,6 +213,12 @@ class _Runner:
                 lock.close()
                 continue
             folder, log, shared, warm_up_lock = self.grid.run_folder(cell), self.grid.log(cell), "", None
+            is_same = folder.is_finished and _has_config(folder, cell.config, ("name", "output_dir"))
+            if is_same and self.grid.record(cell, 0, 0.0):  # the command was killed before it did
+                self.waiting.remove(cell)
+                self.finished += 1
+                lock.close()
+                continue
             if cell.warm_up is not None and START not in folder.journal():
                 warm_up_lock = hold(locks / f"warm-up {cell.warm_up}.lock")
                 if warm_up_lock is None:
@@ -291,9 +297,18 @@ def hold(path: Path, *, wait: bool = False) -> OwnedFile | None:
             time.sleep(0.1)
 
 
-def _reaching(config: str) -> dict[str, Any]:
-    """The settings that reach the warm-up or its evaluation."""
-    return {key: one for key, one in yaml.load(config, Loader=YAML_LOADER).items() if key not in AFTER_THE_WARM_UP}
+def _settings(config: str, besides: Collection[str] = AFTER_THE_WARM_UP) -> dict[str, Any]:
+    """A config without some sections: those that reach neither the warm-up nor its evaluation."""
+    return {key: one for key, one in yaml.load(config, Loader=YAML_LOADER).items() if key not in besides}
+
+
+def _has_config(source: RunFolder, config: str, besides: Collection[str]) -> bool:
+    """Whether a folder's run has the settings of a config, but for sections that do not count."""
+    there, here = (_settings(one, besides) for one in ((source.path / CONFIG).read_text(encoding="utf-8"), config))
+    model = here.get("model", {})
+    if "seq_length" in model and model["seq_length"] is None:  # follows from the data; the folder has what it became
+        model["seq_length"] = there["model"]["seq_length"]
+    return there == here
 
 
 def _has_warm_up_of(source: RunFolder, config: str) -> bool:
@@ -302,11 +317,7 @@ def _has_warm_up_of(source: RunFolder, config: str) -> bool:
     notes = source.journal().get(START, {EVALUATED_AGAIN: True})
     if notes.get(EVALUATED_AGAIN) or not source.checkpoint(START).is_dir():
         return False
-    there, here = (_reaching(one) for one in ((source.path / CONFIG).read_text(encoding="utf-8"), config))
-    model = here.get("model", {})
-    if "seq_length" in model and model["seq_length"] is None:  # follows from the data; the folder has what it became
-        model["seq_length"] = there["model"]["seq_length"]
-    return there == here
+    return _has_config(source, config, AFTER_THE_WARM_UP)
 
 
 def link(there: str | Path, here: str | Path) -> None:
@@ -329,6 +340,10 @@ def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
             shutil.copytree(there, here, copy_function=link)
         elif there.is_file():
             link(there, here)
+    if (said := source.path / WARNINGS).is_file():
+        lines = said.read_text(encoding="utf-8").splitlines(keepends=True)
+        of_warm_up = [line for line in lines if json.loads(line)["arm"] == START]
+        (new.path / WARNINGS).write_text("".join(of_warm_up), encoding="utf-8")
     journal = {stage: notes for stage, notes in source.journal().items() if stage in ("files", START)}
     noted = journal["files"].get("inputs", {})
     journal["files"]["inputs"] = {key: one for key, one in noted.items() if key.split(".")[0] not in AFTER_THE_WARM_UP}

@@ -12,7 +12,7 @@ from typing import Any
 
 from nemo_edo.config import ServersConfig
 from nemo_edo.generation.replica import Replica
-from nemo_edo.utils.http import Fault, ServerError, TimeLimit, open_session, retrying, run_tasks
+from nemo_edo.utils.http import Fault, NoAnswer, ServerError, TimeLimit, open_session, retrying, run_tasks
 
 CHECK_AFTER_S = 10.0  # silence after which a managed replica with requests in flight is checked
 ALLOWANCE_S = 300.0
@@ -42,6 +42,8 @@ class Dispatcher:
     replicas: Sequence[Replica]
     settings: ServersConfig
     restart: Callable[[Replica], None] = Replica.restart  # until it may get requests; blocks; may raise ServerError
+    require_weights: Callable[[Replica], None] = lambda _: None
+    """Called before a replica that was in doubt gets requests again; ServerError: it has others, and is restarted."""
     _measured: int = 0  # requests so far, of which there are the tokens and the seconds
     _tokens: int = 0
     _seconds: float = 0.0
@@ -150,7 +152,8 @@ class Dispatcher:
                     break
             server.is_available = False
             await asyncio.sleep(server.wait_s)
-            is_well = (not server.hangs and await self._answers(server)) or await self._restarted(server)
+            is_well = not server.hangs and await self._answers(server) and await self._has_its_weights(server)
+            is_well = is_well or await self._restarted(server)
             server.fault.clear()
             server.hangs, server.wait_s = False, 0.0
             async with self._changed:
@@ -175,6 +178,17 @@ class Dispatcher:
             await asyncio.sleep(self.settings.backoff_s)
         server.last_error = server.replica.ending()
         return False
+
+    async def _has_its_weights(self, server: _ReplicaState) -> bool:
+        """Another's supervisor may have restarted it, in less time than the check takes."""
+        try:
+            await asyncio.to_thread(self.require_weights, server.replica)
+        except NoAnswer:
+            return True  # it is busy: the next check of all weights sees to it
+        except ServerError as error:
+            server.last_error = str(error)
+            return False
+        return True
 
     async def _restarted(self, server: _ReplicaState) -> bool:
         """Restarts the replica with exponential backoff; False where it has used up its restarts."""

@@ -224,7 +224,7 @@ def read_answer(body: Any, model_name: str, vocab_size: int) -> tuple[tuple[int,
     try:
         [choice] = body["choices"]
         lacking = [what for name, what in PARTS_OF_AN_ANSWER.items() if not choice.get(name)]
-        is_text = bool(lacking) and "text" in choice
+        is_text = bool(lacking) and bool(choice.get("text"))  # an aborted request has none
         if not is_text:
             ids, logprobs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
             fits = 0 < len(ids) == len(logprobs) and max(ids) < vocab_size and math.isfinite(sum(logprobs))

@@ -81,12 +81,16 @@ class ServerEngine:
                 raise
             absent.discard(replica)
 
+        def require(replica: Replica) -> None:
+            if self.weights is not None:
+                self.weights.require(replica)
+
         def hand_over() -> None:
             count = len(waiting)  # those that arrive meanwhile may be of weights that come later
             for replica in self.replicas:
-                if self.weights is not None and replica not in absent and replica.is_healthy():
+                if replica not in absent and replica.is_healthy():
                     with contextlib.suppress(NoAnswer):  # it hangs, which the dispatcher sees to
-                        self.weights.require(replica)
+                        require(replica)
             if arrivals is not None and count:
                 arrivals.add(waiting[:count])
             del waiting[:count]
@@ -98,7 +102,7 @@ class ServerEngine:
                 waiting.append(rollouts[place])
                 counter.add()
 
-            dispatcher = Dispatcher(self.replicas, self.settings, restart)
+            dispatcher = Dispatcher(self.replicas, self.settings, restart, require)
             check = None if arrivals is None else arrivals.stop_if_asked
             try:
                 dispatcher.post_all(self.path, bodies, read, check, hand_over)

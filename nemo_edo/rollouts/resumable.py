@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from nemo_edo.data.batching import minibatches
 from nemo_edo.errors import Partly, PartlyGenerated, PartlyScored, RunStopped, UserError
@@ -18,6 +18,8 @@ from nemo_edo.utils.phases import PhaseClock
 
 WRITTEN_EVERY_S = 60.0
 """Fewer responses than a part are put on disk after so many seconds."""
+
+ALIVE_EVERY_S = 10.0
 
 
 class Parts:
@@ -158,12 +160,18 @@ class StoredArrivals:
         """Everything that has arrived is on disk, or what prevents it is raised."""
         try:
             for future in self._writing:
-                future.result()
+                self._wait(future)
+            while self._waiting:
+                self._wait(self._pool.submit(self._write, self._next_part()))
         finally:
             self._pool.shutdown(cancel_futures=True)
             self._pool, self._writing = ThreadPoolExecutor(1, "score and write"), []
-        while self._waiting:
-            self._write(self._next_part())
+
+    def _wait(self, future: Future) -> None:
+        """Scorers have limits of their own: however long they take, the run is alive."""
+        while not wait([future], timeout=ALIVE_EVERY_S).done:
+            self.alive()
+        future.result()
 
     def _next_part(self) -> list[Rollout]:
         """The next rollouts that wait: at most ``part_size``, but all that belong together."""

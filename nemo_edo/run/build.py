@@ -184,7 +184,8 @@ class Builder:
         placed = servers.placed(cfg.generation, self._own_gpus())
         replicas = self.replicas(placed, run.path / "servers", torch.cuda.device_count())
         servers.start(replicas, cfg.model.seq_length)
-        if cfg.generation.servers.urls and run.journal():
+        settings = cfg.generation.servers
+        if settings.urls and not settings.launched and run.journal():  # a launch's have the run's own model
             noted = run.journal()["files"].get("served")
             served, changed = compare_served(noted, replicas[0].served, cfg.allow_changed)
             run.note_inputs(changed, served=served)

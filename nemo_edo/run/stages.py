@@ -248,15 +248,16 @@ def check_trained(cfg: RunConfig, folder: RunFolder, name: str, *, final: bool =
         _check_checkpoint(folder.checkpoint(name))
     trained = trained_iterations(cfg, folder, name)
     is_early = trained < final_iteration(cfg, name)
-    check_arm(cfg, folder, name, trained, is_within=is_early, final=final)
+    check_arm(cfg, folder, name, trained, is_within=is_early, final=final, explores=False)
 
 
 def check_arm(
-    cfg: RunConfig, folder: RunFolder, name: str, iteration: int, *, is_within: bool = False, final: bool = False
-) -> None:
+    cfg: RunConfig, folder: RunFolder, name: str, iteration: int, *, is_within: bool = False, final: bool = False,
+    explores: bool = True,
+) -> None:  # fmt: skip
     """Raises UserError where a policy or a result is missing or damaged that an arm has left before it resumes at an
-    iteration (within it: at a step of it, so that its evaluation is done), final: and at its end. Warns of responses
-    that are."""
+    iteration (within it: at a step of it, so that its evaluation is done), final: and at its end. explores: whether it
+    needs the responses that the exploration term runs over. Warns of other responses that are."""
     done, arms = evaluated(cfg, name, iteration + is_within), arm_configs(cfg)
     for path in [folder.evaluation(name), folder.test_time(name)] if final else []:
         load_evaluation(path)
@@ -266,7 +267,7 @@ def check_arm(
         _check_checkpoint(best)
     rollouts = RolloutStore(folder.rollouts(name))
     of_rollouts = range(iteration) if name in arms else ()
-    if of_rollouts and iteration < arms[name].iterations:
+    if explores and of_rollouts and iteration < arms[name].iterations:
         explored = arms[name].explored_iteration(iteration + is_within)
         for path in rollouts.lost({explored} & set(range(iteration + is_within))):
             raise UserError(f"{path} is missing or damaged, and the exploration term runs over it; {RESTORE}")

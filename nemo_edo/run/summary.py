@@ -25,6 +25,7 @@ from nemo_edo.rollouts.store import RolloutStore
 from nemo_edo.run.policy_evaluation import early_stop
 from nemo_edo.run.services import RunServices
 from nemo_edo.run.tracking import EXAMPLES, first_responses
+from nemo_edo.run_folder import WARNINGS
 from nemo_edo.types import Problem, ScoredRollout
 from nemo_edo.utils.files import read_object
 from nemo_edo.worker.dispatch import workers
@@ -122,7 +123,6 @@ def examples(problems: Sequence[Problem], scored: Sequence[ScoredRollout]) -> di
     }
 
 
-FILE = "warnings.jsonl"
 PACKAGE = Path(nemo_edo.__file__).parent
 
 
@@ -137,7 +137,7 @@ def kept_warnings(folder: Path, stage: Callable[[], str]) -> Iterator[None]:
         entry = {"arm": stage(), "text": str(message)}
         if Path(filename).is_relative_to(PACKAGE) and entry not in known:
             known.append(entry)
-            with (folder / FILE).open("a", encoding="utf-8") as out:
+            with (folder / WARNINGS).open("a", encoding="utf-8") as out:
                 out.write(json.dumps(entry, ensure_ascii=False) + "\n")
 
     warnings.showwarning = write_and_show
@@ -148,5 +148,5 @@ def kept_warnings(folder: Path, stage: Callable[[], str]) -> Iterator[None]:
 
 
 def kept(folder: Path) -> list[dict[str, str]]:
-    path = folder / FILE
+    path = folder / WARNINGS
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []

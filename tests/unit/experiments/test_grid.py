@@ -36,6 +36,8 @@ if "warm" in name and not (run / "journal.json").exists():
     (run / "checkpoints" / "warmup").mkdir(parents=True)
     (run / "checkpoints" / "warmup" / "weights").write_text("trained")
     (run / "metrics.jsonl").write_text("of the warm-up, guard lines too\\nof an arm\\n")
+    said = [json.dumps({"arm": arm, "text": "odd"}) + "\\n" for arm in ("warmup", "grpo")]
+    (run / "warnings.jsonl").write_text("".join(said))
     note({"files": {}, "warmup": {"metrics_bytes": 32, "evaluated_again": "again" in name}, "arm": {}})
     deadline = time.monotonic() + 20
     while len(list(folder.glob("warm*.started"))) < 2 and time.monotonic() < deadline:  # while this one still runs
@@ -86,6 +88,7 @@ def test_the_first_cell_of_a_warm_up_trains_it_and_the_others_begin_after_it(tmp
     given = RunFolder(tmp_path / "warm2")
     assert (given.checkpoint("warmup") / "weights").read_text() == "trained"
     assert (given.path / "metrics.jsonl").read_text() == "of the warm-up, guard lines too\n"
+    assert (given.path / "warnings.jsonl").read_text() == '{"arm": "warmup", "text": "odd"}\n'
     assert (given.path / "config.yaml").read_text() == config.replace("null", "48")
 
 
@@ -105,6 +108,7 @@ def test_a_stopped_grid_stops_its_cells(tmp_path: Path, sent: signal.Signals):
     def stop() -> None:
         while len(list(tmp_path.glob("*.started"))) < 2:
             time.sleep(0.01)
+        time.sleep(0.5)  # the grid has noted the second one's start
         os.kill(os.getpid(), sent)
 
     stopper = threading.Thread(target=stop)
@@ -130,6 +134,16 @@ def test_a_cell_that_has_finished_is_recorded_although_the_grid_is_stopped_meanw
     with pytest.raises(RunStopped):
         run_grid(grid, jobs=2)
     assert sorted(recorded[1:]) == [("a", 0), ("slow", -signal.SIGTERM)]
+
+
+def test_a_finished_cell_that_a_killed_command_did_not_record_is_recorded_and_not_trained_again(tmp_path: Path):
+    grid, recorded = Stands(tmp_path, "a", "other"), []
+    run_grid(grid)  # of the second, the folder's config is another one
+    grid.left = lambda: [cell for cell in grid.cells if cell.name not in recorded]
+    grid.record = lambda cell, status, cpu_seconds: recorded.append(cell.name) or status == 0
+    run_grid(grid)
+    assert sorted(recorded) == ["a", "other"]
+    assert [log.count("says") for log in grid.logs()] == [1, 2]
 
 
 @pytest.mark.parametrize(("swept", "same"), [

@@ -34,7 +34,9 @@ def test_another_models_answer_is_no_fault_but_one_that_names_none_passes():
 
 @pytest.mark.parametrize("body", [
     None, [], {}, {"choices": []}, {"choices": [BODY["choices"][0]] * 2}, {"error": "out of memory"},
-    changed(token_ids=None), changed(token_ids=[], logprobs={"token_logprobs": []}), changed(token_ids=[7, 50, 1]),
+    changed(token_ids=None), changed(token_ids=[], logprobs={"token_logprobs": []}),
+    changed(text="", token_ids=[], logprobs={"token_logprobs": []}, finish_reason="abort"),
+    changed(token_ids=[7, 50, 1]),
     *(changed(logprobs={"token_logprobs": [-0.1, number, -0.2]}) for number in (math.nan, -math.inf)),
     changed(finish_reason="abort"), changed(finish_reason=None),
 ])  # fmt: skip
