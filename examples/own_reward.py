@@ -2,7 +2,7 @@
 
 python examples/own_reward.py
 
-The same from the command line, in this folder: nemo-edo train name=brief rewards.function=own_reward:brief
+The same reward for the whole quickstart, in this folder: nemo-edo train name=brief rewards.function=own_reward:brief
 """
 
 import json

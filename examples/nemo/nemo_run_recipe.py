@@ -2,7 +2,8 @@
 
     python examples/nemo/nemo_run_recipe.py --processes 2 quickstart seed=2
     python examples/nemo/nemo_run_recipe.py --slurm --account research --partition batch --nodes 2 --image edo.sqsh \
-        --mounts /models,/data grpo_gsm8k model.path=/models/llama3-8b data.train=/data/train.jsonl
+        --mounts /models,/data grpo_gsm8k model.path=/models/llama3-8b data.train=/data/train.jsonl \
+        data.test=/data/test.jsonl
 
 ``--dryrun`` shows what it would start. On Slurm, ``nemo-edo launch`` does more: it checks the config and the nodes,
 places servers, and requeues a job whose time is over.

@@ -224,7 +224,7 @@ COMMANDS = {
         ("export runs/quickstart exported/grpo --arm grpo", "export runs/lora exported/adapter --arm grpo --adapter"),
         (_RUN, _argument("out", type=Path, metavar="OUT", help="the folder to write"),
          _argument("--arm", metavar="NAME",
-                   help="default: the only arm, or the arm that changes nothing in the grpo section"),
+                   help="default: the only arm, or the arm that changes nothing in its algorithm's section"),
          _argument("--adapter", action="store_true",
                    help="the LoRA adapters alone, as a PEFT folder, with their base model in it"),
          _argument("--push-to-hub", metavar="REPOSITORY",

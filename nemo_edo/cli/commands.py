@@ -244,7 +244,7 @@ def say_all(lines: Iterable[str]) -> None:
 
 
 def say(message: str, file: TextIO | None = None) -> None:
-    """Prints on the first rank only. Errors of the user's input are printed on every rank."""
+    """Prints on the first rank only."""
     if os.environ.get("RANK", "0") == "0":
         print(printable(message), file=file)
 

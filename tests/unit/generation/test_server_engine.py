@@ -177,6 +177,21 @@ def test_a_server_that_is_restarted_has_the_weights_before_they_are_checked(star
     assert replicas[0].starts >= 2
 
 
+def test_a_server_that_another_has_restarted_gets_the_weights_before_any_request(start):
+    [replica] = start({"faulty_every": 5})
+    unmanaged, has = Replica("server 0", replica.url, completions_server.KEY, ready_limit_s=5.0), []
+    unmanaged.model_name = "policy"
+
+    def require(replica) -> None:
+        if not has:
+            raise ServerError("other weights")
+
+    servers = engine([unmanaged], attempts=9)
+    servers.weights = SimpleNamespace(restore=has.append, require=require)
+    assert_answers_all(servers, 20)
+    assert has == [unmanaged]
+
+
 def test_a_server_that_cannot_have_the_weights_again_is_stopped_and_the_others_answer(start):
     replicas = start({"die_after": 1}, {"slow_s": 0.5})
     servers = engine(replicas, restarts=1)

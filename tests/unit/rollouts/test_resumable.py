@@ -105,6 +105,20 @@ def test_what_has_ended_is_on_disk_while_others_are_generated_and_they_alone_are
     assert engine.parts == [["p-1", "p-2", "p-4", "p-6"]]
 
 
+@pytest.mark.parametrize("engine", [Engine, Streaming])
+def test_a_run_is_alive_while_it_scores(tmp_path, monkeypatch, engine):
+    monkeypatch.setattr(resumable, "ALIVE_EVERY_S", 0.01)
+    watch, signs = Silent(), []
+    watch.alive = lambda: signs.append(time.monotonic())
+
+    def score(rollouts, problems):
+        time.sleep(0.2)
+        return SCORER.score(rollouts, problems)
+
+    ask(RolloutStore(tmp_path), engine(), part_size=9, scorer=SimpleNamespace(score=score), watch=watch)
+    assert signs[-1] - signs[0] > 0.1 and len(signs) > 5
+
+
 def test_a_run_that_is_asked_to_stop_keeps_what_has_ended(tmp_path):
     with pytest.raises(RunStopped):
         ask(RolloutStore(tmp_path), Streaming([6, 1], RunStopped("asked")))

@@ -14,6 +14,7 @@ from nemo_edo.errors import UserError
 from nemo_edo.evaluation.results import KINDS, Evaluation
 from nemo_edo.megatron.checkpoint import write_checksums
 from nemo_edo.rollouts.store import RolloutStore
+from nemo_edo.run import stages
 from nemo_edo.run.stages import check_arm, check_trained
 from nemo_edo.run.stored_run import open_run
 from nemo_edo.run_folder import RunFolder
@@ -98,6 +99,14 @@ def test_rollouts_that_the_exploration_term_will_run_over_are_needed(whole: Path
     with pytest.raises(UserError, match="the exploration term runs over it; restore it") if is_needed else (
             pytest.warns(UserWarning, match="iter_00000.* is missing or damaged; training and results no longer need")):
         check_arm(*kept(path, exploration_samples=samples), "grpo", **place)
+
+
+def test_an_arm_that_has_stopped_early_needs_no_rollouts_for_an_iteration_that_will_not_be(
+        whole: Path, tmp_path, monkeypatch):
+    path = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(path / "rollouts/grpo/iter_00001")
+    monkeypatch.setattr(stages, "trained_iterations", lambda *_: 1)
+    check_trained(*kept(path, exploration_samples="previous"), "grpo")
 
 
 def test_another_s_config_that_asks_for_a_variable_of_this_environment_is_refused(tmp_path, monkeypatch):
