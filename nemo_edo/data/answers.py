@@ -29,8 +29,10 @@ _HEADING = re.compile(  # #### Step 2: Sum, #### **1. Sums**, #### So far:
     r".*:[*\s]*$",
     re.IGNORECASE,
 )
-_STATED = re.compile(  # #### 1/3 of it, #### x = 5 million, #### **Monday**
-    r"[*\s]*(?:(?:[a-zA-Z]\s*=\s*)?[-+$£€\\(\[*\s]*(?:\.?\d|[dt]?frac)|\S+[*\s]*$)"
+_NO_PROSE = re.compile(r"[\\$=<>(\[+^]|(?<!\bof )\b\d|^(?:no|none|all|does)\b", re.IGNORECASE)
+_CONCLUDES = re.compile(  # 5 + 5 = 10, so Tom has 12 apples.
+    r"(?:=|\b(?:is|are|was|were|has|have|gets?|costs?|makes?|earns?|needs?))\s*[*\\$£€(]*-?[\d,.]*\d(?: [a-z]+)?"
+    r"[\s.*$\\)\]%]*$"
 )
 _LABEL = re.compile(r"^[*\s]*(?:the\s+)?(?:final\s+)?answer\s*:[*\s]*(?=\S)", re.IGNORECASE)
 _HASHES = re.compile(rf"^[ \t]*{_MARKER}", re.MULTILINE)
@@ -199,7 +201,9 @@ def _is_heading(line: str, more: str) -> bool:
     """Whether the rest of a line ``####`` is a heading of Markdown, which the answer follows in ``more``."""
     if _HEADING.match(line) or (not re.search(r"\d", line) and _marked(more)):
         return True
-    return bool(re.search(r"\d", more)) and not (_STATED.match(line) or _marked(line))
+    words, last = line.strip("* "), more.strip().rpartition("\n")[2]
+    concludes = _CONCLUDES.search(last) is not None or stated_number(last) is not None
+    return concludes and " " in words and not _NO_PROSE.search(words) and not _marked(line)
 
 
 def _marked(text: str) -> str | None:

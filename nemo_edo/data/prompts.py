@@ -142,8 +142,8 @@ def warnings_of(
     style: PromptStyle, pattern: str, ends: Collection[int],
 ) -> list[str]:  # fmt: skip
     """What may not be meant: special tokens in questions, which stay text, and those that ``data.prompt`` or
-    ``data.answer_pattern`` (``pattern``) asks for and responses' texts are without; a begin token that a chat template
-    does not write, and an end of its turns that ends no response. ends: of responses."""
+    ``data.answer_pattern`` (``pattern``) asks for and responses' texts are without, and a begin token that a chat
+    template does not write. ends: of responses."""
     said, begin, special = [], tokenizer.bos_token_id, special_tokens(tokenizer)
     rendered = [
         (problem.source, found)
@@ -156,11 +156,6 @@ def warnings_of(
             f"warning: {len(rendered)} of {len(problems)} questions have special tokens, which the model reads as "
             f"plain text, such as {', '.join(sorted(found))} in {source}; where a chat template has written them, give "
             "the questions alone"
-        )
-    if style.chat and (end := _end_of_turn(style.chat, special)) is not None and special[end] not in ends:
-        said.append(
-            f"warning: {style.chat.name} ends the model's turn with {end}, which ends no response: the model goes on "
-            f"after it; sampling.stop_token_ids=[{special[end]}] makes it an end"
         )
     asked = [
         token for token, one in special.items()
@@ -184,12 +179,19 @@ def _said_in(problem: Problem) -> str:
     return "\n".join(message["content"] for message in problem.messages) if problem.messages else problem.question
 
 
-def _end_of_turn(chat: ChatTemplate, special: Collection[str]) -> str | None:
-    """The special token that the template writes after the model's reply, if any."""
+def warnings_of_turns(chat: ChatTemplate, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
+    """What a chat template writes after the model's reply should end a response. ends: the tokens that do."""
     answered = [{"role": "user", "content": _CONTENT}, {"role": "assistant", "content": _REPLY}]
     [text] = chat.render([answered], closed=(0,))
-    after = text.rpartition(_REPLY)[2].lstrip() if isinstance(text, str) else ""
-    return max((token for token in special if after.startswith(token)), key=len, default=None)
+    after = text.rpartition(_REPLY)[2].lstrip() if isinstance(text, str) and _REPLY in text else ""
+    special = special_tokens(tokenizer)
+    end = max((token for token in special if after.startswith(token)), key=len, default=None)
+    if end is None or special[end] in ends:
+        return []
+    return [
+        f"warning: {chat.name} ends the model's turn with {end}, which ends no response: the model goes on after it; "
+        f"sampling.stop_token_ids=[{special[end]}] makes it an end"
+    ]
 
 
 def encode_prompts(

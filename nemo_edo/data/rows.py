@@ -18,8 +18,7 @@ from nemo_edo.utils.wording import shown
 if TYPE_CHECKING:
     import pyarrow
 
-_OF_A_SPLIT = re.compile(r"(?:.*[_-])?(train|test|val|valid|validation|dev|eval)(?:[_-].*)?")  # gsm8k_train, test_prefs
-_NO_IMAGE = {"bytes": None, "path": None}
+_OF_A_SPLIT = re.compile(r"(?:.*?[_-])?(train|test|val|valid|validation|dev|eval)(?:[_-].*)?")  # test_prefs
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json"}  # JSON files that the hub's data sets have next to their rows
 NAME_COLUMNS = "other columns are named with data.columns.question=NAME and data.columns.answer=NAME"
 
@@ -183,7 +182,7 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
     try:
         table = parquet.read_table(path, page_checksum_verification=True)
         named = [column for column in table.schema if column.name.startswith("image")]
-        images = [column.name for column in named if _may_hold_images(column)]
+        images = [column.name for column in named if _may_hold_images(column.name, column.type)]
         told = {name: table.column(name).to_pylist() for name in images}
         table = table.drop_columns(images)
         for place, column in enumerate(table.schema):
@@ -191,22 +190,30 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
                 table = table.set_column(place, column.name, table.column(place).cast(pyarrow.string()))
         rows: list[Any] = table.to_pylist()
         for name, values in told.items():
-            for place in (place for place, value in enumerate(values) if value and value != _NO_IMAGE):
+            for place in (place for place, value in enumerate(values) if _is_image(value)):
                 rows[place] = RowError(f'has an image in "{name}"; only problems of text are trained')
         return rows
     except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise ProblemFileError(f"{path}: is not a readable Parquet file ({error}); download it again") from error
 
 
-def _may_hold_images(column: pyarrow.Field) -> bool:
-    """Bytes, paths, or objects with either, and not the number or the size of images."""
+def _may_hold_images(name: str, kind: pyarrow.DataType) -> bool:
+    """Whether it is the type of bytes, objects with bytes or a path, lists of these, nothing, or paths of images."""
     from pyarrow import types
 
-    kind = column.type
+    if types.is_list(kind) or types.is_large_list(kind):
+        return _may_hold_images(name, kind.value_type)
+    if types.is_struct(kind):
+        return bool({"bytes", "path"} & {field.name for field in kind})
     is_text = types.is_string(kind) or types.is_large_string(kind)
-    return (is_text and re.fullmatch(r"images?(_\d+)?", column.name) is not None) or not (
-        is_text or types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
-    )
+    is_named = re.fullmatch(r"images?(_\d+)?", name) is not None
+    return types.is_binary(kind) or types.is_large_binary(kind) or types.is_null(kind) or (is_text and is_named)
+
+
+def _is_image(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_image, value))
+    return any(value.values()) if isinstance(value, dict) else bool(value)
 
 
 def _saved_rows(folder: Path) -> Iterable[dict[str, Any]]:

@@ -5,6 +5,7 @@ files say which command trains a cell, and end with their process: several comma
 system, may run a grid together. The first cell of a warm-up trains it; the others wait for it, and adopt it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -26,7 +27,7 @@ import yaml
 from nemo_edo.config import RunConfig
 from nemo_edo.config.compose import compose_run, resolved_yaml
 from nemo_edo.config.run import START
-from nemo_edo.errors import RunStopped
+from nemo_edo.errors import RunStopped, UserError
 from nemo_edo.run_folder import CONFIG, EVALUATED_AGAIN, JOURNAL, METRICS, WARNINGS, RunFolder
 from nemo_edo.utils.owned_file import InUse, OwnedFile
 from nemo_edo.utils.processes import end_with
@@ -214,11 +215,12 @@ class _Runner:
                 continue
             folder, log, shared, warm_up_lock = self.grid.run_folder(cell), self.grid.log(cell), "", None
             is_same = folder.is_finished and _has_config(folder, cell.config, ("name", "output_dir"))
-            if is_same and self.grid.record(cell, 0, 0.0):  # the command was killed before it did
-                self.waiting.remove(cell)
-                self.finished += 1
-                lock.close()
-                continue
+            with contextlib.suppress(UserError):  # a result is missing: it is trained again
+                if is_same and self.grid.record(cell, 0, 0.0):  # the command was killed before it did
+                    self.waiting.remove(cell)
+                    self.finished += 1
+                    lock.close()
+                    continue
             if cell.warm_up is not None and START not in folder.journal():
                 warm_up_lock = hold(locks / f"warm-up {cell.warm_up}.lock")
                 if warm_up_lock is None:
@@ -342,7 +344,7 @@ def adopt_warm_up(source: RunFolder, target: RunFolder, config: str) -> None:
             link(there, here)
     if (said := source.path / WARNINGS).is_file():
         lines = said.read_text(encoding="utf-8").splitlines(keepends=True)
-        of_warm_up = [line for line in lines if json.loads(line)["arm"] == START]
+        of_warm_up = [line for line in lines if line.startswith(f'{{"arm": "{START}"') and line.endswith("}\n")]
         (new.path / WARNINGS).write_text("".join(of_warm_up), encoding="utf-8")
     journal = {stage: notes for stage, notes in source.journal().items() if stage in ("files", START)}
     noted = journal["files"].get("inputs", {})

@@ -255,7 +255,8 @@ def changed_cells(study: Study) -> list[StudyCell]:
 def cpu_hours_left(study: Study) -> float | None:
     """An estimate from the mean CPU seconds of the finished cells of each task, or of all where a task has none, with
     the warm-ups that are missing; None before the first cell."""
-    seconds = {study_table.cell_of(row): float(row["cpu_seconds"]) for row in study_table.read_rows(study.table)}
+    rows = study_table.read_rows(study.table)
+    seconds = {study_table.cell_of(row): float(row["cpu_seconds"]) for row in rows if float(row["cpu_seconds"])}
     trained = {key: cost for key, cost in seconds.items() if key[1] != START}
     starts = {key: cost for key, cost in seconds.items() if key[1] == START}
     if not trained:

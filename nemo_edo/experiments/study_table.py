@@ -83,10 +83,12 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
 def cell_rows(key: CellKey, cfg: RunConfig, folder: RunFolder, cpu_seconds: float, commit: str) -> list[Row]:
     """The rows of a finished cell from its run's folder, one for each evaluation and temperature."""
     from nemo_edo.evaluation.results import largest, load_evaluation  # loads numpy
-    from nemo_edo.run.policy_evaluation import trained_iterations
 
-    arm = next(iter(arm_configs(cfg)), START)
-    iterations = trained_iterations(cfg, folder, arm)
+    arm, iterations = next(((name, arm.iterations) for name, arm in arm_configs(cfg).items()), (START, 0))
+    if cfg.early_stop.metric is not None:
+        from nemo_edo.run.policy_evaluation import trained_iterations  # loads torch
+
+        iterations = trained_iterations(cfg, folder, arm)
     places = {iteration: folder.evaluation(arm, iteration) for iteration in folder.evaluated_iterations(arm)}
     rows = []
     for iteration, path in {**places, iterations: folder.evaluation(arm)}.items():

@@ -43,7 +43,7 @@ class Dispatcher:
     settings: ServersConfig
     restart: Callable[[Replica], None] = Replica.restart  # until it may get requests; blocks; may raise ServerError
     require_weights: Callable[[Replica], None] = lambda _: None
-    """Called before a replica that was in doubt gets requests again; ServerError: it has others, and is restarted."""
+    """Called before a replica that was in doubt gets requests again; raises ServerError where it has others."""
     _measured: int = 0  # requests so far, of which there are the tokens and the seconds
     _tokens: int = 0
     _seconds: float = 0.0
@@ -180,12 +180,15 @@ class Dispatcher:
         return False
 
     async def _has_its_weights(self, server: _ReplicaState) -> bool:
-        """Another's supervisor may have restarted it, in less time than the check takes."""
+        """Another's supervisor may have restarted it, in less time than the check takes. Raises ServerError where it
+        has answered requests before, which may then have been of other weights."""
         try:
             await asyncio.to_thread(self.require_weights, server.replica)
         except NoAnswer:
             return True  # it is busy: the next check of all weights sees to it
         except ServerError as error:
+            if server.last_answer > 0:
+                raise
             server.last_error = str(error)
             return False
         return True

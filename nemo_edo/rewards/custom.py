@@ -212,13 +212,12 @@ class CustomScorer:
     def _arguments(self, response: Response) -> dict[str, Any]:
         """All that a function can ask for."""
         problem, own, text = response.problem, _own(response), response.rollout.text
-        columns = {"question": problem.question, **own["metadata"]}
-        columns |= {"answer": problem.answer, "solution": problem.solution}
+        named = next((name for name, field in self.columns.items() if field == "answer"), "answer")
+        answer = _as_given(problem.answer, field_of(own["metadata"], named))
+        columns = {"question": problem.question, "answer": problem.answer, "solution": problem.solution}
         columns |= {name: own[field] for name, field in self.columns.items() if field in own}
-        # Numbers and lists as the data has them.
-        columns |= {name: one for name, one in own["metadata"].items() if not isinstance(one, str)}
-        answer = next((name for name, field in self.columns.items() if field == "answer"), "answer")
-        truth = field_of(own["metadata"], answer)
+        columns |= {name: one for name, one in own["metadata"].items() if not columns.get(name)}
+        columns |= {"answer": answer, named: answer} if problem.answer else {}
         is_chat = bool(problem.messages)
         return {
             **own,
@@ -226,9 +225,15 @@ class CustomScorer:
             "completion": [{"role": "assistant", "content": text}] if is_chat else text,
             "data_source": columns.get("data_source", problem.source),
             "extra_info": columns.get("extra_info", own["metadata"]),
-            **({_TRUTH: problem.answer if isinstance(truth, str | None) else truth} if problem.answer else {}),
+            **({_TRUTH: answer} if problem.answer else {}),
             **{COLUMN + name: value for name, value in columns.items()},
         }
+
+
+def _as_given(answer: str, value: Any) -> str | int:
+    """The answer as a whole number where the data has it as one, as TRL and verl give it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return int(value) if is_number and str(int(value)) == answer else answer
 
 
 def _own(response: Response) -> dict[str, Any]:

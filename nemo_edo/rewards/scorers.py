@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from nemo_edo.rewards.judge import Judge
 
 
+_NAMED = re.compile(r"^.*(?:=|≈|\\approx(?![a-z]))|^[a-zA-Z ]+:\s+")  # f(2) = 4, Option A: 5
 _NO_DECIMAL = re.compile(
-    r",(?!\d{3}(?!\d))|[;:]|\b(?:and|or)\b(?! \d+/)|"  # several values, times, ratios
-    r"(?<![a-z])(?:[a-df-z]|pi)(?![a-z])|(?<![a-z\d])e(?![a-z])|[a-df-z]\d"  # variables, but not 1e5
+    r",(?!\d{3}(?!\d))|[;:]|\bor\b|\band\b(?! \d+(?:/| [a-z]))|"  # several values, times, ratios
+    r"(?<![a-z])(?:[a-df-z]|pi)(?![a-z])|[a-df-z]\d"  # variables, but not 1e5 or e^2
 )
 
 
@@ -59,7 +60,7 @@ def build_scorer(
             f"{without.source}: has no answer, which the verifier compares with; name its column with "
             "data.columns.answer, or score by a custom reward (rewards.function)"
         )
-    for path, file in loaded.items():
+    for path, file in loaded.items() if rewards.verifier != "judge" else ():
         loaded[path] = without_unusable(path, file, data.on_bad_rows, _written_value)
     # A response that marks its answer in another way (a box) may state 2^{10} or 4\text{ cm}, whatever the answers are.
     plain = data.answer_format in ("hashes", "so_the_answer_is")
@@ -100,14 +101,16 @@ def _written_value(problem: Problem) -> str | None:
 
 def _may_be_decimal(answer: str) -> bool:
     """Whether an answer can equal a decimal number: 2^{10} and "five" can, 1/3, x+1, (1, 2) and "Paris" cannot."""
-    answer = re.sub(r"^[a-zA-Z]\s*=\s*", "", clean_answer(answer))
+    answer = _NAMED.sub("", clean_answer(answer)).strip()
     if stated_number(answer) is not None:
         return True
     value = measured.value if (measured := measure(answer)) else answer
     if simple_fraction(value) is not None:
-        return measured is not None and measured.multiplier != 1  # half a dozen
+        is_changed = measured is not None and (measured.multiplier != 1 or measured.more is not None)
+        return is_changed  # half a dozen, 4 hours and 30 minutes
     words = TEXT.sub(r"\g<words>", value).casefold()
-    words = re.sub(r"\\(?!pi)[a-z]+|\ba(?= [a-z]{2})", " ", " ".join(number_in_words(words) or [words]))
+    words = re.sub(r"(?<=\d)\s*x\s*(?=\d)", " ", " ".join(number_in_words(words) or [words]))
+    words = re.sub(r"\\(?!pi)[a-z]+|\ba(?= [a-z]{2})", " ", words)
     return bool(re.search(r"\d", words)) and not _NO_DECIMAL.search(words)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_edo.builtin_task.arithmetic import make_problems
 from nemo_edo.config import NONE, ArmConfig, DataConfig, GRPOConfig, ModelConfig, RunConfig
+from nemo_edo.config.generation import PLAIN
 from nemo_edo.config.model_shape import check_expected
 from nemo_edo.data.model_folder import READ, check_context, check_files, find_model, read_fields, unread_files
 from nemo_edo.data.problems import MADE, SPLITS, load_problems, normal_question, write_problems
@@ -24,6 +25,7 @@ from nemo_edo.data.prompts import (
     left_out_tokens,
     prompt_style,
     warnings_of,
+    warnings_of_turns,
 )
 from nemo_edo.data.tokenizer import SETTING, Decoder, StopTokens, load_tokenizer, read_stop_tokens
 from nemo_edo.errors import UserError
@@ -250,6 +252,8 @@ def load_data(
     prompts = encode_prompts([*train, *test], tokenizer, style, max_prompt_tokens=room, ends=named)
     solutions = encode_solutions(learned, tokenizer, style, limit) if learned else []
     warnings = warnings_of([*train, *test], prompts, tokenizer, style, cfg.data.answer_pattern or "", stop.ids)
+    if style.chat and cfg.generation.backend != PLAIN:  # an endpoint's model ends its turns itself
+        warnings += warnings_of_turns(style.chat, tokenizer, stop.ids)
     if (folder / "config.json").is_file():
         fields = read_fields(folder)
         if cfg.has_arms and not cfg.generation.routing_replay:

@@ -64,6 +64,10 @@ BOXED, FINAL, SO, FLEXIBLE = map(answer_format, ("boxed", "final_answer_is", "so
     (FLEXIBLE, "#### **Answer:** x = 3\nor 4", "x = 3"), (FLEXIBLE, "#### Result\n**4**", "4"),
     (FLEXIBLE, "#### Total cost\n5 dollars: $\\boxed{5}$", "5"),
     (FLEXIBLE, "#### Total cost\n5+5 = 10", "10"), (FLEXIBLE, "#### **Cost of 5 boxes**\n$12", "12"),
+    *((FLEXIBLE, f"#### {answer}\n{more}", answer) for answer, more in (
+        ("New York", "Population 8 million"), ("New York", "It has 8 million people."), ("x + 1", "so f(2) = 3"),
+        (r"\sqrt{3} + 1", "which is 2.73"), ("No solution", "as 1=2"), ("Monday, May 5", "7 days"))),
+    (FLEXIBLE, "#### Tom's apples\nSo Tom has 12 apples.", "12"),
     (FLEXIBLE, "#### Working\n5 apples", "5"), (FLEXIBLE, "#### Los Angeles\nIt is far.", "Los Angeles"),
     (FLEXIBLE, "#### Answer: Los Angeles\nor 3", "Los Angeles"), (FLEXIBLE, "#### x = 1/3 cup\nor 4", "x = 1/3 cup"),
     (FLEXIBLE, "#### 5\nor 6", "5"), (FLEXIBLE, r"It is \boxed{\frac{1}{2}}, or 0.5", r"\frac{1}{2}"),

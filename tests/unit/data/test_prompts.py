@@ -206,8 +206,10 @@ def test_kept_special_tokens_are_words_and_others_that_an_answer_needs_are_warne
     assert "data.keep_special_tokens=['<answer>','</answer>']" in said
     assert prompts.left_out_tokens(tokenizer, style) is None
     asked = [problem(question="<|im_start|>user\n1<|im_end|>"), problem()]
-    ended, told = prompts.warnings_of(asked, {}, tokenizer, style, "", {1})[::-1]
+    [told] = prompts.warnings_of(asked, {}, tokenizer, style, "", {3})
     assert "1 of 2 questions" in told and "<|im_end|>, <|im_start|> in " in told
+    assert prompts.warnings_of_turns(style.chat, tokenizer, {3}) == []
+    [ended] = prompts.warnings_of_turns(style.chat, tokenizer, {1})
     assert "ends the model's turn with <|im_end|>" in ended and "sampling.stop_token_ids=[3]" in ended
     kept = DataConfig(prompt="{question} <answer>", keep_special_tokens=["<answer>", "</answer>"])
     style = prompt_style(kept, tokenizer)

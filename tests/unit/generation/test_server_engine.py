@@ -177,19 +177,22 @@ def test_a_server_that_is_restarted_has_the_weights_before_they_are_checked(star
     assert replicas[0].starts >= 2
 
 
-def test_a_server_that_another_has_restarted_gets_the_weights_before_any_request(start):
-    [replica] = start({"faulty_every": 5})
-    unmanaged, has = Replica("server 0", replica.url, completions_server.KEY, ready_limit_s=5.0), []
+@pytest.mark.parametrize("faulty_every", [1, 3])
+def test_a_server_that_another_has_restarted_gets_the_weights_unless_it_has_answered(start, faulty_every: int):
+    [replica] = start({"faulty_every": faulty_every})
+    unmanaged, restored = Replica("server 0", replica.url, completions_server.KEY, ready_limit_s=5.0), []
     unmanaged.model_name = "policy"
 
     def require(replica) -> None:
-        if not has:
+        if not restored:
             raise ServerError("other weights")
 
-    servers = engine([unmanaged], attempts=9)
-    servers.weights = SimpleNamespace(restore=has.append, require=require)
-    assert_answers_all(servers, 20)
-    assert has == [unmanaged]
+    servers = engine([unmanaged], max_in_flight=1, attempts=2)
+    servers.weights = SimpleNamespace(restore=restored.append, require=require)
+    with pytest.raises(PartlyGenerated if faulty_every == 1 else ServerError, match="attempts|other weights"):
+        servers.generate(requests(20), SAMPLING)
+    assert len(restored) == (1 if faulty_every == 1 else 0)
+    assert faulty_every == 1 or len(replica.request("GET", "/log")["seeds"]) <= 4
 
 
 def test_a_server_that_cannot_have_the_weights_again_is_stopped_and_the_others_answer(start):
