@@ -88,7 +88,7 @@ class ServerEngine:
         def hand_over() -> None:
             count = len(waiting)  # those that arrive meanwhile may be of weights that come later
             for replica in self.replicas:
-                if replica not in absent and replica.is_healthy():
+                if self.weights is not None and replica not in absent and replica.is_healthy():
                     with contextlib.suppress(NoAnswer):  # it hangs, which the dispatcher sees to
                         require(replica)
             if arrivals is not None and count:

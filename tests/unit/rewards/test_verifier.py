@@ -139,7 +139,8 @@ def test_latex_answers_are_scored_by_meaning_and_numbers_exactly_unless_a_settin
     assert isinstance(scorer("2", "number", "rewards.verifier=math"), MathScorer)
     with pytest.raises(UserError, match=r"p\.jsonl:1: has no answer"):
         scorer("", "number")
-    numbers = r"2^{10} | \text{five} | 3\frac{1}{2} | 1.5 million | 3/4 | 5! | 4 hours and 30 minutes | f(2)=4"  # which an answer after #### can equal
+    # An answer after #### can equal these.
+    numbers = r"2^{10} | \text{five} | 3\frac{1}{2} | 1.5 million | 3/4 | 5! | 4 hours and 30 minutes | f(2)=4"
     assert isinstance(scorer(numbers, "math"), MathScorer)
     with pytest.raises(ProblemFileError, match="a list or an object as a text"):
         scorer('["72"]', "math", "data.answer_format=boxed")
