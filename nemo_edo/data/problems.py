@@ -53,14 +53,13 @@ def named_problem(columns: Columns, row: Row, stem: str) -> Problem:
     for name in ("question", "answer", "solution", "id"):
         setting = getattr(columns, name)
         column = setting or name
-        value = content.get(column)
+        value = field_of(content, column)
         is_empty = name == "id" and value in (None, "")
         is_empty |= name == "solution" and not (isinstance(value, str) and value.strip())
         if setting is None and (name in named or is_empty):
             continue  # another's column, or nothing
         if name == "question" or (name != "id" and isinstance(value, str | None)):
             metadata.pop(column, None)  # another answer or solution stays as it is, for users' rewards
-        value = field_of(content, column)
         if column in content or value is not None:
             if name == "question" and isinstance(value, list | tuple):
                 chat = chat_of(value, column)

@@ -28,7 +28,6 @@ TokenIds = tuple[int, ...]
 REMEDY = f"set {SETTING} to a file or to false, or what it needs (data.system_prompt, data.chat_template_kwargs)"
 _DECODED = 32  # prompts whose tokens are read again as text
 _CONTENT, _REPLY = "text", "reply"
-_LIKE_SPECIAL = re.compile(r"<[^<>\s]{1,60}>|\[/?[A-Z_]{2,30}\]")  # <|im_end|>, [/INST]
 _OURS, _USERS = 0x100000, 0x108000
 """The first of the private characters that stand for markup that is meant, and for text that looks like it."""
 _PRIVATE, _USERS_PRIVATE = (re.compile(f"[{chr(first)}-{chr(0x10FFFF)}]") for first in (_OURS, _USERS))
@@ -60,6 +59,10 @@ class Markup:
         """A user's text with a private character in place of each token in it; its own private ones are lost."""
         text = _PRIVATE.sub("\ufffd", text)
         return self._pattern.sub(lambda match: chr(_USERS + self._names[match[0]]), text)
+
+    def found_in(self, text: str) -> set[str]:
+        """The tokens that a user's text has in it."""
+        return {match[0] for match in self._pattern.finditer(text)}
 
     def plain(self, text: str) -> str:
         """What a person reads of such a text."""
@@ -141,15 +144,13 @@ def warnings_of(
     problems: Sequence[Problem], prompts: Mapping[str, TokenIds], tokenizer: PreTrainedTokenizerBase,
     style: PromptStyle, pattern: str, ends: Collection[int],
 ) -> list[str]:  # fmt: skip
-    """What may not be meant: special tokens in questions, which stay text, and those that ``data.prompt`` or
-    ``data.answer_pattern`` (``pattern``) asks for and responses' texts are without, and a begin token that a chat
+    """Warnings of special tokens in questions, which stay text, of those that ``data.prompt`` or
+    ``data.answer_pattern`` (``pattern``) asks for and responses' texts are without, and of a begin token that a chat
     template does not write. ends: of responses."""
-    said, begin, special = [], tokenizer.bos_token_id, special_tokens(tokenizer)
+    said, begin, markup = [], tokenizer.bos_token_id, Markup(tokenizer, style.kept)
     rendered = [
-        (problem.source, found)
-        for problem in problems
-        if (found := special.keys() & {*_LIKE_SPECIAL.findall(_said_in(problem))} - {*style.kept})
-    ]
+        (problem.source, found) for problem in problems if (found := markup.found_in(_said_in(problem)))
+    ]  # fmt: skip
     if rendered:
         source, found = rendered[0]
         said.append(
@@ -158,7 +159,7 @@ def warnings_of(
             "the questions alone"
         )
     asked = [
-        token for token, one in special.items()
+        token for token, one in special_tokens(tokenizer).items()
         if token not in style.kept and one not in ends and token in style.template + pattern.replace("\\", "")
     ]  # fmt: skip
     if asked:
@@ -180,7 +181,8 @@ def _said_in(problem: Problem) -> str:
 
 
 def warnings_of_turns(chat: ChatTemplate, tokenizer: PreTrainedTokenizerBase, ends: Collection[int]) -> list[str]:
-    """What a chat template writes after the model's reply should end a response. ends: the tokens that do."""
+    """A warning where the special token that a chat template writes after the model's reply is not one of ``ends``, the
+    tokens that end a response."""
     answered = [{"role": "user", "content": _CONTENT}, {"role": "assistant", "content": _REPLY}]
     [text] = chat.render([answered], closed=(0,))
     after = text.rpartition(_REPLY)[2].lstrip() if isinstance(text, str) and _REPLY in text else ""
@@ -189,8 +191,8 @@ def warnings_of_turns(chat: ChatTemplate, tokenizer: PreTrainedTokenizerBase, en
     if end is None or special[end] in ends:
         return []
     return [
-        f"warning: {chat.name} ends the model's turn with {end}, which ends no response: the model goes on after it; "
-        f"sampling.stop_token_ids=[{special[end]}] makes it an end"
+        f"warning: {chat.name} ends the model's turn with {end}, which does not end a response: generation "
+        f"continues after it; sampling.stop_token_ids=[{special[end]}] makes it an end"
     ]
 
 

@@ -107,8 +107,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         ):
             content = _content(file).strip() if file.suffix == ".json" else b""
             one = _parsed(content) if content.startswith(b"{") else None
-            lines = content.split(b"\n") if isinstance(one, RowError) else [b"{"]  # which begins one object over lines
-            is_lines = lines[0].strip() != b"{" and any(isinstance(_parsed(line), dict) for line in lines)
+            lines = content.split(b"\n") if isinstance(one, RowError) else []
+            is_one = lines[:1] and lines[0].strip() == b"{"  # one object over several lines, with a mistake
+            is_lines = not is_one and any(isinstance(_parsed(line), dict) for line in lines)
             for row in read_rows(file) if one is None or is_lines else [Row(1, str(file), one)]:
                 number += 1
                 yield Row(number, row.source, row.content)

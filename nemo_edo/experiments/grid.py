@@ -5,7 +5,6 @@ files say which command trains a cell, and end with their process: several comma
 system, may run a grid together. The first cell of a warm-up trains it; the others wait for it, and adopt it.
 """
 
-import contextlib
 import hashlib
 import json
 import os
@@ -209,18 +208,11 @@ class _Runner:
             lock = hold(locks / f"{cell.name}.lock") if cell.warm_up not in busy else None
             if lock is None:
                 continue
-            if cell not in self.grid.left():  # another command has finished it
+            if cell not in self.grid.left() or self._is_recorded_now(cell):  # another command has finished it
                 self.waiting.remove(cell)
                 lock.close()
                 continue
             folder, log, shared, warm_up_lock = self.grid.run_folder(cell), self.grid.log(cell), "", None
-            is_same = folder.is_finished and _has_config(folder, cell.config, ("name", "output_dir"))
-            with contextlib.suppress(UserError):  # a result is missing: it is trained again
-                if is_same and self.grid.record(cell, 0, 0.0):  # the command was killed before it did
-                    self.waiting.remove(cell)
-                    self.finished += 1
-                    lock.close()
-                    continue
             if cell.warm_up is not None and START not in folder.journal():
                 warm_up_lock = hold(locks / f"warm-up {cell.warm_up}.lock")
                 if warm_up_lock is None:
@@ -247,6 +239,19 @@ class _Runner:
             place = self.finished + len(self.durations) + len(self.running)
             print(f"[{place}/{self.total}] {cell.name}{shared}: see {log}", flush=True)
         return bool(busy)
+
+    def _is_recorded_now(self, cell: Cell) -> bool:
+        """Records a cell whose run has finished, where a command was killed before it did. A run that lacks a result is
+        not recorded: it is trained again."""
+        folder = self.grid.run_folder(cell)
+        if not folder.is_finished or not _has_config(folder, cell.config, ("name", "output_dir")):
+            return False
+        try:
+            is_recorded = self.grid.record(cell, 0, 0.0)
+        except UserError:
+            return False
+        self.finished += is_recorded
+        return is_recorded
 
     def _note_ends(self) -> bool:
         """Notes which processes have ended and which warm-ups are finished; whether there were any."""

@@ -42,7 +42,7 @@ class Dispatcher:
     replicas: Sequence[Replica]
     settings: ServersConfig
     restart: Callable[[Replica], None] = Replica.restart  # until it may get requests; blocks; may raise ServerError
-    require_weights: Callable[[Replica], None] = lambda _: None
+    require_weights: Callable[[Replica], None] | None = None
     """Called before a replica that was in doubt gets requests again; raises ServerError where it has others."""
     _measured: int = 0  # requests so far, of which there are the tokens and the seconds
     _tokens: int = 0
@@ -182,6 +182,8 @@ class Dispatcher:
     async def _has_its_weights(self, server: _ReplicaState) -> bool:
         """Another's supervisor may have restarted it, in less time than the check takes. Raises ServerError where it
         has answered requests before, which may then have been of other weights."""
+        if self.require_weights is None:
+            return True
         try:
             await asyncio.to_thread(self.require_weights, server.replica)
         except NoAnswer:

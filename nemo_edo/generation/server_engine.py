@@ -81,14 +81,12 @@ class ServerEngine:
                 raise
             absent.discard(replica)
 
-        def require(replica: Replica) -> None:
-            if self.weights is not None:
-                self.weights.require(replica)
+        require = None if self.weights is None else self.weights.require
 
         def hand_over() -> None:
             count = len(waiting)  # those that arrive meanwhile may be of weights that come later
             for replica in self.replicas:
-                if self.weights is not None and replica not in absent and replica.is_healthy():
+                if require is not None and replica not in absent and replica.is_healthy():
                     with contextlib.suppress(NoAnswer):  # it hangs, which the dispatcher sees to
                         require(replica)
             if arrivals is not None and count:

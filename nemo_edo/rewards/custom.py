@@ -214,10 +214,9 @@ class CustomScorer:
         problem, own, text = response.problem, _own(response), response.rollout.text
         named = next((name for name, field in self.columns.items() if field == "answer"), "answer")
         answer = _as_given(problem.answer, field_of(own["metadata"], named))
-        columns = {"question": problem.question, "answer": problem.answer, "solution": problem.solution}
-        columns |= {name: own[field] for name, field in self.columns.items() if field in own}
-        columns |= {name: one for name, one in own["metadata"].items() if not columns.get(name)}
-        columns |= {"answer": answer, named: answer} if problem.answer else {}
+        texts = {"question": problem.question, "answer": answer, "solution": problem.solution}
+        texts |= {name: own[field] for name, field in self.columns.items() if field in own} | {named: answer}
+        columns = texts | own["metadata"] | {name: text for name, text in texts.items() if text != ""}
         is_chat = bool(problem.messages)
         return {
             **own,

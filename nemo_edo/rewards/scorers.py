@@ -60,8 +60,6 @@ def build_scorer(
             f"{without.source}: has no answer, which the verifier compares with; name its column with "
             "data.columns.answer, or score by a custom reward (rewards.function)"
         )
-    for path, file in loaded.items() if rewards.verifier != "judge" else ():
-        loaded[path] = without_unusable(path, file, data.on_bad_rows, _written_value)
     # A response that marks its answer in another way (a box) may state 2^{10} or 4\text{ cm}, whatever the answers are.
     plain = data.answer_format in ("hashes", "so_the_answer_is")
     plain = plain and all(p.answer_kind == NUMBER for file in loaded.values() for p in file.problems)
@@ -90,13 +88,6 @@ def build_scorer(
     for path, file in loaded.items():
         loaded[path] = verifier.verifiable(path, file, data.on_bad_rows)
     return MathScorer(answers, verifier), None
-
-
-def _written_value(problem: Problem) -> str | None:
-    """Why an answer cannot be verified that is a list or an object, as JSON or Python writes it."""
-    if not re.match(r"\s*[\[{]\s*['\"]", problem.answer):
-        return None
-    return f"the answer is a list or an object as a text ({problem.answer[:80]}); expected the answer alone"
 
 
 def _may_be_decimal(answer: str) -> bool:

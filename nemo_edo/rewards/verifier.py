@@ -6,6 +6,7 @@ comparisons and is not transitive. Its price: two answers that only an identity 
 two.
 """
 
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -153,6 +154,8 @@ class MathVerifier:
                 return f"the answer is prose, which cannot be verified ({_shortened(problem.answer)})"
             if len(problem.answer) > LONGEST_ANSWER:
                 return f"the answer has {len(problem.answer)} characters; expected {LONGEST_ANSWER} at most"
+            if re.match(r"\s*[\[{]\s*['\"]", problem.answer):
+                return f"the answer is a list or an object as a text ({_shortened(problem.answer)}); expected it alone"
             if readable.get(problem.answer, True) is not True:
                 return f"the answer cannot be parsed: {_shortened(problem.answer)}; expected LaTeX or words"
             return None

@@ -168,7 +168,7 @@ class StoredArrivals:
             self._pool, self._writing = ThreadPoolExecutor(1, "score and write"), []
 
     def _wait(self, future: Future) -> None:
-        """Scorers have limits of their own: however long they take, the run is alive."""
+        """Waits for scored responses, and reports progress meanwhile: scorers have their own time limits."""
         while not wait([future], timeout=ALIVE_EVERY_S).done:
             self.alive()
         future.result()

@@ -108,7 +108,7 @@ def require_noted(name: str, path: Path, noted: Notes) -> None:
 
 
 def compare_served(noted: str | None, served: str, allowed: Sequence[str]) -> tuple[str, list[str]]:
-    """What to note of the model that servers have, and what has changed since the run began, in sentences. Each model
+    """The text to note of the model that servers have, and the changes since the run began, in sentences. Each model
     is ``NAME (ROOT)``; of a server that does not tell the root, it is the name twice. Raises UserError for another
     model than the run noted."""
     name = served.partition(" (")[0]
